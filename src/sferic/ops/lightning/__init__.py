@@ -1,0 +1,128 @@
+"""Lightning attention: the operator of training, and its two forms that work on a slot pool."""
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sferic.ops.lightning.blocks import lightning_blocks
+from sferic.ops.lightning.pool import lightning_decode, lightning_prefill
+from sferic.ops.lightning.slopes import lightning_slopes
+
+__all__ = ["lightning_attention", "lightning_decode", "lightning_prefill", "lightning_slopes"]
+
+Backend = Literal["auto", "reference"]
+
+
+def lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    deterministic: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """S_t = exp(-slope) S_{t-1} + k_t v_t^T, o_t = S_t^T q_t (arXiv 2501.08313, section 2.2).
+
+    Args:
+        q, k: [B, T, H, K], or packed [T, H, K] with cu_seqlens.
+        v: [B, T, H, V], or packed [T, H, V].
+        slopes: [H], >= 0; any size, no slope overflows.
+        initial_state: [B or S, H, K, V], zeros if None.
+        return_state: also return the state after each sequence, at least float32.
+        cu_seqlens: [S + 1] int32, offsets of the S documents of a pack; empty ones are allowed.
+        deterministic: a sequence's bits don't depend on its neighbours in the batch or pack.
+        backend: "reference" is the block form in plain PyTorch; "auto" takes the fastest there is.
+
+    Returns:
+        o in the shape and dtype of v, or (o, state [B or S, H, K, V]).
+
+    Raises:
+        ValueError: on shapes that don't fit together, naming them.
+    """
+    if backend not in ("auto", "reference"):
+        raise ValueError(f"backend {backend!r} is not one of 'auto', 'reference'")
+    _check(q, k, v, slopes, initial_state, cu_seqlens)
+    if cu_seqlens is None:
+        if deterministic and q.shape[0] > 1:
+            parts = [(slice(b, b + 1), slice(None)) for b in range(q.shape[0])]
+        else:
+            parts = [(slice(None), slice(None))]
+    elif initial_state is None and not return_state and not deterministic:
+        T = q.shape[0]
+        if T == 0:
+            return v
+        t = torch.arange(T, device=q.device, dtype=cu_seqlens.dtype)
+        documents = torch.searchsorted(cu_seqlens, t, right=True)
+        return lightning_blocks(q[None], k[None], v[None], slopes, None, documents)[0][0]
+    else:
+        q, k, v = q[None], k[None], v[None]
+        ends = cu_seqlens.tolist()
+        parts = [(slice(None), slice(a, b)) for a, b in pairwise(ends)]
+
+    outputs, states = [], []
+    for n, (b, t) in enumerate(parts):
+        rows = b if cu_seqlens is None else slice(n, n + 1)
+        state = None if initial_state is None else initial_state[rows]
+        o, state = _sequence(q[b, t], k[b, t], v[b, t], slopes, state)
+        outputs.append(o)
+        states.append(state)
+    o = torch.cat(outputs, dim=0 if cu_seqlens is None else 1)
+    o = o if cu_seqlens is None else o[0]
+    return (o, torch.cat(states)) if return_state else o
+
+
+def _sequence(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if q.shape[1] > 0:
+        return lightning_blocks(q, k, v, slopes, state)
+    if state is None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        state = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[-1], dtype=dtype)
+    return v, state
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    dims, form = (4, "[B, T, H, K]") if cu_seqlens is None else (3, "[T, H, K] with cu_seqlens")
+    if q.dim() != dims or q.shape != k.shape or v.shape[:-1] != q.shape[:-1]:
+        shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        raise ValueError(f"{shapes}: q and k must be {form}, v the same with its own last size")
+    H, K, V = q.shape[-2], q.shape[-1], v.shape[-1]
+    if slopes.shape != (H,):
+        raise ValueError(f"slopes {list(slopes.shape)} must be [H] = [{H}]")
+    if slopes.device.type == "cpu" and not bool((slopes >= 0).all()):
+        raise ValueError(f"slopes must be >= 0 (decay is exp(-slope)): {slopes.tolist()}")
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if initial_state is not None and initial_state.shape != (sequences, H, K, V):
+        want = [sequences, H, K, V]
+        raise ValueError(f"initial_state {list(initial_state.shape)} must be {want}")
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+        check_cu_seqlens(cu_seqlens, q.shape[0])
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
+    """Offsets must go from 0 to the number of tokens without stepping back."""
+    good = (
+        cu_seqlens.dim() == 1
+        and cu_seqlens.numel() > 0
+        and int(cu_seqlens[0]) == 0
+        and int(cu_seqlens[-1]) == total
+        and bool((cu_seqlens.diff() >= 0).all())
+    )
+    if not good:
+        raise ValueError(
+            f"cu_seqlens {cu_seqlens.tolist()} must rise from 0 to the number of tokens, {total}"
+        )

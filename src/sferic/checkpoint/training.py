@@ -1,0 +1,102 @@
+"""Train checkpoints: weights, optimizer moments and counters, complete or not there at all.
+
+A checkpoint is a folder `step-00000120` that PyTorch's distributed checkpoint wrote, with
+`progress.json` beside the tensors.  It is written under another name and renamed when every byte
+is on disk, so a process killed at any moment leaves the last complete one.
+"""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from sferic.data.files import publish, sync, temporary
+
+PROGRESS_FILE = "progress.json"
+PREFIX = "step-"
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write `folder/step-N` and delete all but the newest `keep` checkpoints.
+
+    Args:
+        folder: where the checkpoints of a stage lie.
+        step: N, finished optimizer steps.
+        model, optimizer: AdamW's moments are saved under the parameters' names.
+        progress: JSON values: counters that the loop needs to go on.
+        keep: how many checkpoints remain, this one included.
+    """
+    path = folder / f"{PREFIX}{step:08d}"
+    temp = temporary(path)
+    for stale in folder.glob(f"{PREFIX}*.tmp"):
+        shutil.rmtree(stale)
+    temp.mkdir(parents=True)
+    state_dict_saver.save(_state(model, optimizer), checkpoint_id=temp, no_dist=True)
+    (temp / PROGRESS_FILE).write_text(json.dumps(progress), "utf-8")
+    for file in temp.iterdir():
+        sync(file)
+    if path.exists():  # the step was saved before, by the run this one resumed from
+        shutil.rmtree(path)
+    publish(path)
+    for old in _complete(folder)[:-keep]:
+        shutil.rmtree(old)
+    return path
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest step, or None."""
+    return (_complete(folder) or [None])[-1]
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Read a checkpoint into a model and its optimizer in place; returns the saved progress.
+
+    Raises:
+        ValueError: the checkpoint is damaged or belongs to another model.
+    """
+    state = _state(model, optimizer)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # one process is what we mean
+            state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
+        return json.loads((path / PROGRESS_FILE).read_text("utf-8"))
+    except (CheckpointException, OSError, RuntimeError, ValueError, EOFError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ValueError(
+            f"the checkpoint {path} can't be read ({reason}); delete it to go on from an "
+            "earlier one"
+        ) from error
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Sorted by step, since names have a fixed width."""
+    return sorted(p for p in folder.glob(f"{PREFIX}*") if not p.name.endswith(".tmp"))
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor of training by name, as views that loading fills in place."""
+    tensors: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        tensors[f"model.{name}"] = p.detach()
+        state = optimizer.state[p]
+        if not state:  # AdamW makes it at its first step
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(p)
+            state["exp_avg_sq"] = torch.zeros_like(p)
+        for key, value in state.items():
+            tensors[f"optimizer.{key}.{name}"] = value
+    return tensors

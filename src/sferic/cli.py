@@ -1,0 +1,205 @@
+"""The command line: one verb per thing a user does."""
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sferic.config import (
+    ConfigError,
+    Sizes,
+    load_model,
+    load_recipe,
+    sizes,
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Hybrid lightning-attention MoE models: train, score, generate.",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Token stores and packs.")
+tokenizer_app = typer.Typer(no_args_is_help=True, help="Tokenizers.")
+app.add_typer(data_app, name="data")
+app.add_typer(tokenizer_app, name="tokenizer")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Change one field of the config; repeatable."),
+]
+
+
+@app.command()
+def info(
+    preset: Annotated[str, typer.Argument(help="A model preset, or a config file.")],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Parameters, memory and FLOPs of a model."""
+    numbers = sizes(load_model(preset, overrides or ()))
+    if as_json:
+        typer.echo(json.dumps(numbers, indent=2))
+        return
+    typer.echo(f"{preset}")
+    for line in _describe(numbers):
+        typer.echo(f"  {line}")
+
+
+def _describe(numbers: Sizes) -> list[str]:
+    flops = "   ".join(
+        f"{int(n):,} tokens: {f / 1e9:,.3g} GFLOP" for n, f in numbers["flops_per_token"].items()
+    )
+    weights = "   ".join(f"{k}: {b / 1e9:,.2f} GB" for k, b in numbers["weight_bytes"].items())
+    return [
+        f"parameters              {numbers['total_params'] / 1e6:,.2f} M",
+        f"active, no vocabulary   {numbers['active_params_no_vocab'] / 1e6:,.2f} M per token",
+        f"weights                 {weights}",
+        f"KV cache                {numbers['kv_bytes_per_token']:,} bytes per token (bf16)",
+        f"lightning state         {numbers['state_bytes_per_sequence']:,} bytes per sequence",
+        f"forward, per token      {flops}",
+    ]
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a TOML or JSON file.")],
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/RECIPE].")] = None,
+    overrides: Overrides = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, ... [default: cuda if there is one].")
+    ] = None,
+) -> None:
+    """Train a recipe's stages, score the result and let it write; continues an interrupted run."""
+    loaded = load_recipe(recipe, overrides or ())
+    from sferic.runner import run as run_recipe
+
+    folder = out or Path("runs") / Path(recipe).stem
+    run_recipe(loaded, folder, device, typer.echo)
+    stage = loaded.stages[-1].name
+    typer.echo(
+        f"Weights are in {folder / 'model'}, losses in {folder / stage / 'loss.png'}. Next:\n"
+        f"  sferic generate --model {folder / 'model'} --prompt 'import os'\n"
+        f"  sferic info demo\n"
+        f"  sferic run demo --out runs/longer --set stages.0.budget.steps=2000"
+    )
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Option(help="A model folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the smallest set this probable.")] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    device: Annotated[str, typer.Option()] = "cpu",
+) -> None:
+    """Continue a prompt; the text streams to the terminal."""
+    from sferic.checkpoint import load, load_tokenizer
+    from sferic.runner import continue_text
+
+    loaded = load(model, device=device)
+    tokenizer = load_tokenizer(model)
+    for text in continue_text(
+        loaded,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    ):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@tokenizer_app.command("train")
+def tokenizer_train(
+    corpus: Annotated[str, typer.Argument(help="A folder of text, or 'stdlib'.")],
+    out: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
+    vocab_size: Annotated[int, typer.Option(help="Entries, special tokens included.")] = 4096,
+) -> None:
+    """Train a byte-level BPE tokenizer."""
+    from sferic.data import Tokenizer, read_corpus
+
+    tokenizer = Tokenizer.train((d.text for d in read_corpus(corpus)), vocab_size)
+    tokenizer.save(out)
+    typer.echo(f"{out}: {tokenizer.vocab_size:,} entries, sha256 {tokenizer.hash[:16]}")
+
+
+@data_app.command("tokenize")
+def data_tokenize(
+    corpus: Annotated[str, typer.Argument(help="A folder of text, or 'stdlib'.")],
+    out: Annotated[Path, typer.Argument(help="The token store to write, a new folder.")],
+    tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json.")],
+) -> None:
+    """Tokenize a corpus into a token store."""
+    from sferic.data import Tokenizer, read_corpus, tokenize, write_store
+
+    loaded = Tokenizer.load(tokenizer)
+    store = write_store(
+        out,
+        tokenize(read_corpus(corpus), loaded),
+        tokenizer_hash=loaded.hash,
+        vocab_size=loaded.vocab_size,
+    )
+    typer.echo(f"{out}: {len(store):,} documents, {store.num_tokens:,} tokens")
+
+
+@data_app.command("pack")
+def data_pack(
+    store: Annotated[Path, typer.Argument(help="A token store.")],
+    seq_len: Annotated[int, typer.Option(help="Tokens of a pack.")] = 8192,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Verify a store and report how its first epoch packs."""
+    from sferic.data import TokenStore, plan
+
+    opened = TokenStore(store)
+    opened.verify()
+    report = plan(opened.lengths, seq_len, seed, 0).report()
+    typer.echo(json.dumps({"tokens": opened.num_tokens, "seq_len": seq_len, **report}, indent=2))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; what a user can mend is one line on stderr and exit code 2."""
+    try:
+        app(arguments, standalone_mode=False)
+        return
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        code, message = _explain(error)
+        if code is None:
+            raise
+        sys.stderr.write(f"sferic: {message}\n")
+        sys.exit(code)
+
+
+def _explain(error: Exception) -> tuple[int | None, str]:
+    """Exit code and line of an error that is the user's to mend; code None for any other."""
+    import click
+
+    if isinstance(error, click.ClickException):
+        return error.exit_code, error.format_message()
+    if isinstance(error, ConfigError | ValueError | OSError):
+        return 2, str(error)
+    from sferic.train import Diverged, Interrupted
+
+    if isinstance(error, Interrupted):
+        return 128 + error.signum, str(error)
+    if isinstance(error, Diverged):
+        return 1, str(error)
+    return None, ""
+
+
+if __name__ == "__main__":
+    main()

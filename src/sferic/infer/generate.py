@@ -1,0 +1,116 @@
+"""Generation with the model's own cache: prefill the prompts, then one token per step."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from sferic.infer.sampler import sample
+from sferic.nn import ContiguousCache, HybridModel
+
+PREFILL_CHUNK = 2048
+
+
+@torch.no_grad()
+def generate_stream(
+    model: HybridModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_ids: Collection[int] = (),
+    vocab_size: int | None = None,
+) -> Iterator[list[int | None]]:
+    """Continue several prompts at once; yields one new id per prompt and step.
+
+    A prompt that has produced a stop id yields it and then None; the iterator ends when all have,
+    or after `max_new_tokens` steps.
+
+    Args:
+        model: any model on any device; it is put in evaluation mode.
+        prompts: token ids, at least one each.
+        max_new_tokens: per prompt.
+        temperature, top_p, seed: see `sample`.
+        stop_ids: ids that end a prompt's continuation.
+        vocab_size: ids from here on are never chosen (rows of the head without a token).
+    """
+    if not prompts or any(len(p) == 0 for p in prompts):
+        raise ValueError("each prompt needs at least one token; give a prompt or a start token")
+    limit = model.config.vocab_size
+    bad = [t for p in prompts for t in p if not 0 <= t < limit]
+    if bad:
+        raise ValueError(f"token id {bad[0]} lies outside the model's vocabulary of {limit}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
+    model.eval()
+    weight = model.embed_tokens.weight
+    device = weight.device
+    capacity = max(len(p) for p in prompts) + max_new_tokens
+    dtype = model.compute_dtype or weight.dtype
+    cache = ContiguousCache(model.config, len(prompts), capacity, device=device, dtype=dtype)
+    logits = _prefill(model, cache, [torch.tensor(p, device=device) for p in prompts])
+    running = [True] * len(prompts)
+    for i in range(max_new_tokens):
+        new = sample(
+            logits[:, :vocab_size],
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            positions=cache.lengths,
+        )
+        step: list[int | None] = []
+        for row, token in enumerate(new.tolist()):
+            step.append(token if running[row] else None)
+            running[row] = running[row] and token not in stop_ids
+        yield step
+        if not any(running) or i + 1 == max_new_tokens:
+            return
+        batch = cache.extend(list(new[:, None]))
+        logits = model.head(model.hidden(batch, cache)[0])
+
+
+def generate(
+    model: HybridModel,
+    prompts: Tensor | Sequence[int] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_ids: Collection[int] = (),
+) -> list[list[int]]:
+    """Continuations of prompts (one row of ids, several, or a tensor [B, T]), a list of ids each.
+
+    See `generate_stream`; a stop id is the last of its list.
+    """
+    given = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
+    rows = [given] if given and isinstance(given[0], int) else given
+    out: list[list[int]] = [[] for _ in rows]
+    for step in generate_stream(
+        model,
+        rows,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop_ids=stop_ids,
+    ):
+        for ids, token in zip(out, step, strict=True):
+            if token is not None:
+                ids.append(token)
+    return out
+
+
+def _prefill(model: HybridModel, cache: ContiguousCache, prompts: list[Tensor]) -> Tensor:
+    """Run prompts through the cache in chunks; logits [S, V] after each prompt's last token."""
+    logits: list[Tensor | None] = [None] * len(prompts)
+    for start in range(0, max(len(p) for p in prompts), PREFILL_CHUNK):
+        rows = [r for r, p in enumerate(prompts) if len(p) > start]
+        batch = cache.extend([prompts[r][start : start + PREFILL_CHUNK] for r in rows], rows)
+        h = model.hidden(batch, cache)[0]
+        last = model.head(h[batch.cu_seqlens[1:].long() - 1])
+        for row, row_logits in zip(rows, last, strict=True):
+            logits[row] = row_logits
+    return torch.stack([row for row in logits if row is not None])

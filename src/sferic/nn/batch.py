@@ -1,0 +1,80 @@
+"""A micro-batch: one flat pack of tokens with the documents' boundaries."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sferic.data import Pack
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the model reads.  T tokens, S sequences.
+
+    A sequence is a document in training; in serving it is the new part of a request whose earlier
+    part is in the cache.
+    """
+
+    cu_seqlens: Tensor  # [S + 1] int32, from 0 to T
+    positions: Tensor  # [T], of each token in its own document
+    valid: Tensor  # [T] bool; pads take no expert capacity and no part in the auxiliary loss
+    max_seqlen: int  # the longest sequence of this pack, known to the host
+    tokens: Tensor | None = None  # [T]
+    embeddings: Tensor | None = None  # [T, D], instead of tokens
+    labels: Tensor | None = None  # [T], -100 where there is none
+    # serving
+    slots: Tensor | None = None  # [S], the cache row of each sequence
+    has_state: Tensor | None = None  # [S] bool: earlier tokens are in the cache
+    max_context: int = 0  # the longest sequence with its cached part, known to the host
+    decode: bool = False  # every sequence has one token, and earlier ones in the cache
+
+    @staticmethod
+    def pack(sequences: Sequence[Tensor], starts: Sequence[int] | None = None) -> "Batch":
+        """Lay token sequences [t_i] end to end; `starts` are their first positions (default 0)."""
+        if not sequences:
+            raise ValueError("a batch needs at least one sequence")
+        device = sequences[0].device
+        lengths = [len(s) for s in sequences]
+        first = [0] * len(lengths) if starts is None else list(starts)
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        positions = torch.cat([torch.arange(a, a + n) for a, n in zip(first, lengths, strict=True)])
+        return Batch(
+            tokens=torch.cat(list(sequences)),
+            cu_seqlens=ends.to(torch.int32).to(device),
+            positions=positions.to(device),
+            valid=torch.ones(sum(lengths), dtype=torch.bool, device=device),
+            max_seqlen=max(lengths),
+        )
+
+    @staticmethod
+    def from_cu_seqlens(tokens: Tensor, cu_seqlens: Tensor) -> "Batch":
+        """A pack of tokens [T] whose documents end at cu_seqlens [S + 1]."""
+        lengths = cu_seqlens.diff()
+        starts = torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=len(tokens))
+        return Batch(
+            tokens=tokens,
+            cu_seqlens=cu_seqlens.to(torch.int32),
+            positions=torch.arange(len(tokens), device=tokens.device) - starts,
+            valid=torch.ones_like(tokens, dtype=torch.bool),
+            max_seqlen=int(lengths.max()),
+        )
+
+    @staticmethod
+    def from_pack(pack: "Pack", device: torch.device | str) -> "Batch":
+        """A pack of the data stream, with its labels, on a device."""
+        return Batch(
+            cu_seqlens=torch.from_numpy(pack.cu_seqlens).to(device),
+            positions=torch.from_numpy(pack.positions).to(device),
+            valid=torch.from_numpy(pack.valid).to(device),
+            max_seqlen=pack.max_seqlen,
+            tokens=torch.from_numpy(pack.tokens).to(device),
+            labels=torch.from_numpy(pack.labels).to(device),
+        )
+
+    def with_embeddings(self, embeddings: Tensor) -> "Batch":
+        """The same pack with embeddings [T, D] in place of tokens."""
+        return replace(self, embeddings=embeddings)

@@ -1,0 +1,103 @@
+"""What generation remembers: keys and values of softmax layers, states of lightning layers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sferic.config import ModelConfig
+from sferic.nn.batch import Batch
+
+
+class Cache(Protocol):
+    """Storage by layer and row.  The model writes into the tensors it hands out."""
+
+    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys (after RoPE) and values of a softmax layer, [rows, capacity, G, K] each."""
+        ...
+
+    def state(self, layer: int) -> Tensor:
+        """States of a lightning layer, [rows, H, K, V], at least float32."""
+        ...
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was."""
+        ...
+
+    def fork(self, slots: Tensor) -> "Cache":
+        """A new cache whose row i is a copy of row slots[i]."""
+        ...
+
+
+class ContiguousCache:
+    """One row per sequence, each with room for `capacity` tokens."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rows: int,
+        capacity: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.capacity = capacity
+        self.device = torch.device(device)
+        self.lengths = [0] * rows  # tokens of each row, known to the host
+        G, H, K = config.num_kv_heads, config.num_heads, config.head_dim
+        at_least_float32 = torch.promote_types(dtype, torch.float32)
+        self._tensors: list[tuple[Tensor, ...]] = []
+        for kind in config.mixers:
+            if kind == "softmax":
+                shape = (rows, capacity, G, K)
+                pair = (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+            else:
+                pair = (torch.zeros(rows, H, K, K, dtype=at_least_float32),)
+            self._tensors.append(tuple(t.to(self.device) for t in pair))
+
+    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        k, v = self._tensors[layer]
+        return k, v
+
+    def state(self, layer: int) -> Tensor:
+        (state,) = self._tensors[layer]
+        return state
+
+    def reorder(self, rows: Tensor) -> None:
+        self._tensors = [tuple(t[rows] for t in layer) for layer in self._tensors]
+        self.lengths = [self.lengths[r] for r in rows.tolist()]
+
+    def fork(self, slots: Tensor) -> "ContiguousCache":
+        copy = object.__new__(ContiguousCache)
+        copy.__dict__ = dict(self.__dict__)
+        copy.reorder(slots)
+        return copy
+
+    def extend(self, sequences: Sequence[Tensor], rows: Sequence[int] | None = None) -> Batch:
+        """The batch that appends token sequences [t_i] to rows (default: row i gets sequence i).
+
+        The rows' lengths advance at once, so run the batch exactly once.
+
+        Raises:
+            ValueError: when a row would outgrow the capacity.
+        """
+        rows = range(len(sequences)) if rows is None else rows
+        starts = [self.lengths[r] for r in rows]
+        added = [len(s) for s in sequences]
+        for r, n in zip(rows, added, strict=True):
+            if self.lengths[r] + n > self.capacity:
+                raise ValueError(
+                    f"row {r} holds {self.lengths[r]} tokens and would get {n} more: "
+                    f"the cache has room for {self.capacity}; make one with a larger capacity"
+                )
+            self.lengths[r] += n
+        batch = Batch.pack(sequences, starts)
+        return replace(
+            batch,
+            slots=torch.tensor(rows, device=self.device),
+            has_state=torch.tensor([n > 0 for n in starts], device=self.device),
+            max_context=max(self.lengths[r] for r in rows),
+            decode=all(n == 1 for n in added) and all(n > 0 for n in starts),
+        )

@@ -1,0 +1,84 @@
+"""Sequence mixers: one class per kind named in a config's `layer_pattern`.
+
+A new kind needs a class with this constructor and `forward`, and an entry in `MIXERS`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sferic.config import ModelConfig
+from sferic.nn.batch import Batch
+from sferic.nn.cache import Cache
+from sferic.nn.cores import GatedNorm, LightningCore, SoftmaxCore
+from sferic.nn.layers import Linear, RMSNorm
+from sferic.ops.attention import rope
+from sferic.ops.lightning import lightning_slopes
+
+
+class LightningMixer(nn.Module):
+    """SiLU on q, k and v, lightning attention, joint RMSNorm, sigmoid gate, output projection.
+
+    `qkv_proj` holds q, k and v of head 0, then of head 1, ...  The gate reads the block's input.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        D, H, K = config.hidden_size, config.num_heads, config.head_dim
+        self.layer = layer
+        self.head_dim = K
+        self.qkv_proj = Linear(D, H * 3 * K)
+        self.gate_proj = Linear(D, H * K)
+        self.norm = RMSNorm(H * K, config.mixer_norm_eps)
+        self.out_proj = Linear(H * K, D)
+        slopes = lightning_slopes(H, config.first_layer + layer, config.depth)
+        # not a buffer: see _apply
+        self.slopes = torch.tensor(slopes, dtype=torch.float64, device="cpu")
+        self.core = LightningCore()
+        self.gated_norm = GatedNorm()
+
+    def _apply(self, fn, recurse: bool = True):  # noqa: ANN001, ANN202
+        """Slopes follow the device but never the dtype: in bf16 late layers would not decay."""
+        super()._apply(fn, recurse)
+        device = self.out_proj.weight.device
+        if device.type != "meta":
+            self.slopes = self.slopes.to(device)
+        return self
+
+    def forward(self, x: Tensor, batch: Batch, cache: Cache | None) -> Tensor:
+        qkv = F.silu(self.qkv_proj(x)).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, K]
+        q, k, v = qkv.unbind(2)
+        state = None if cache is None else cache.state(self.layer)
+        o = self.core(q, k, v, self.slopes, batch, state)
+        return self.out_proj(self.gated_norm(o, self.gate_proj(x), self.norm.weight, self.norm.eps))
+
+
+class SoftmaxMixer(nn.Module):
+    """Causal softmax attention with grouped K/V heads and RoPE on part of each head."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        D, H, G, K = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.layer = layer
+        self.head_dim = K
+        self.rope_dim = config.rope_dim
+        self.rope_base = config.rope_base
+        self.q_proj = Linear(D, H * K)
+        self.k_proj = Linear(D, G * K)
+        self.v_proj = Linear(D, G * K)
+        self.out_proj = Linear(H * K, D)
+        self.core = SoftmaxCore()
+
+    def forward(self, x: Tensor, batch: Batch, cache: Cache | None) -> Tensor:
+        heads = (-1, self.head_dim)
+        q, k, v = (p(x).unflatten(-1, heads) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q = rope(q, batch.positions, self.rope_dim, self.rope_base)
+        k = rope(k, batch.positions, self.rope_dim, self.rope_base)
+        kv = None if cache is None else cache.kv(self.layer)
+        return self.out_proj(self.core(q, k, v, batch, kv).flatten(1))
+
+
+MIXERS: dict[str, type[LightningMixer] | type[SoftmaxMixer]] = {
+    "lightning": LightningMixer,
+    "softmax": SoftmaxMixer,
+}

@@ -1,0 +1,102 @@
+"""Lightning attention on a pool of state slots, written in place: the forms that serving uses."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sferic.ops.lightning.blocks import lightning_blocks
+from sferic.ops.precision import at_least_float32
+
+
+def lightning_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    state_pool: Tensor,
+    slots: Tensor,
+    has_state: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    checkpoints: tuple[Tensor, Tensor, Tensor] | None = None,
+    silu: bool = False,
+) -> Tensor:
+    """Run a pack of sequences (or chunks of them) and leave their states in the pool.
+
+    Args:
+        q, k: [T, H, K]; v: [T, H, V].
+        slopes: [H].
+        state_pool: [slots, H, K, V] of one layer, written in place.
+        slots: [S], the slot of each sequence, all different.
+        has_state: [S] bool; where False the slot's old content is ignored.
+        cu_seqlens: [S + 1] int32.
+        checkpoints: (sequence, length, slot), [M] each: also write the state that a sequence has
+            after its first `length` tokens of this call to that slot.
+        silu: apply SiLU to q, k and v on the way in.
+
+    Returns:
+        o [T, H, V] in the dtype of v.
+    """
+    if silu:
+        q, k, v = F.silu(q), F.silu(k), F.silu(v)
+    ends = cu_seqlens.tolist()
+    wanted: dict[int, list[tuple[int, int]]] = {}
+    if checkpoints is not None:
+        for sequence, length, slot in zip(*(c.tolist() for c in checkpoints), strict=True):
+            limit = ends[sequence + 1] - ends[sequence]
+            if not 0 <= length <= limit:
+                raise ValueError(
+                    f"checkpoint of sequence {sequence} at {length} tokens: it has {limit} here"
+                )
+            wanted.setdefault(sequence, []).append((length, slot))
+    out = torch.empty_like(v)
+    for n, (slot, known) in enumerate(zip(slots.tolist(), has_state.tolist(), strict=True)):
+        state = state_pool[slot] if known else torch.zeros_like(state_pool[slot])
+        state = state[None].to(torch.promote_types(state.dtype, q.dtype))
+        a = ends[n]
+        for length, copy in [*sorted(wanted.get(n, [])), (ends[n + 1] - ends[n], slot)]:
+            b = ends[n] + length
+            if b > a:
+                o, state = lightning_blocks(q[None, a:b], k[None, a:b], v[None, a:b], slopes, state)
+                out[a:b] = o[0]
+            state_pool[copy] = state[0]
+            a = b
+    return out
+
+
+def lightning_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    state_pool: Tensor,
+    slots: Tensor,
+    *,
+    silu: bool = False,
+) -> Tensor:
+    """One token per row, its state updated in place; no host synchronisation.
+
+    Args:
+        q, k: [S, H, K]; v: [S, H, V].
+        slopes: [H].
+        state_pool: [slots, H, K, V] of one layer.
+        slots: [S]; -1 marks an empty row: its output is zero and it writes nothing.
+        silu: apply SiLU to q, k and v on the way in.
+
+    Returns:
+        o [S, H, V] in the dtype of v.
+    """
+    if silu:
+        q, k, v = F.silu(q), F.silu(k), F.silu(v)
+    q_, k_, v_ = at_least_float32(q, k, v)
+    live = slots >= 0
+    # an empty row repeats the first live one, so that no two rows write different states
+    first = live.int().argmax()
+    rows = torch.where(live, torch.arange(len(slots), device=slots.device), first)
+    index = slots[rows].clamp(min=0)
+    old = state_pool[index]
+    decay = torch.exp(-slopes.to(q_.dtype))[:, None, None]
+    new = decay * old.to(q_.dtype) + k_[rows][..., :, None] * v_[rows][..., None, :]
+    state_pool[index] = torch.where(live.any(), new.to(old.dtype), old)
+    o = (q_[rows][..., None, :] @ new)[..., 0, :]
+    return torch.where(live[:, None, None], o, 0).to(v.dtype)

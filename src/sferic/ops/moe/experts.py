@@ -1,0 +1,68 @@
+"""The experts' SwiGLU over tokens sorted by expert, and the sorting itself.
+
+Legend: T tokens, k choices, N = T * k rows, D model width, F FFN width, E experts.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_swiglu(x: Tensor, w13: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
+    """w2(SiLU(w1 x) * w3 x) with each row's own expert.
+
+    Args:
+        x: [N, D], rows of expert 0 first, then expert 1, ...
+        w13: [E, D, 2, F]: w1 at index 0 of the third dim, w3 at 1.
+        w2: [E, F, D].
+        counts: [E] rows of each expert, summing to N.
+
+    Returns:
+        [N, D].
+    """
+    if x.shape[0] == 0:
+        return x + 0 * (w13.sum() + w2.sum())  # no rows: the gradients exist and are zero
+    offsets = counts.cumsum(0).to(torch.int32)
+    gate, up = _grouped_matmul(x, w13.flatten(2), offsets).chunk(2, dim=-1)
+    return _grouped_matmul(F.silu(gate) * up, w2, offsets)
+
+
+def _grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    if x.dtype == torch.float64:  # the library's grouped product has no float64
+        ends = [0, *offsets.tolist()]
+        return torch.cat([x[a:b] @ w[e] for e, (a, b) in enumerate(pairwise(ends))])
+    return F.grouped_mm(x, w, offs=offsets)
+
+
+def mix_experts(
+    x: Tensor, gates: Tensor, indices: Tensor, kept: Tensor | None, w13: Tensor, w2: Tensor
+) -> Tensor:
+    """sum_j gates[t, j] * expert[indices[t, j]](x_t), without the choices that are not kept.
+
+    Args:
+        x: [T, D].
+        gates, indices: [T, k].
+        kept: [T, k] bool, or None for all (then nothing waits for the host).
+        w13, w2: the experts' weights, as in `grouped_swiglu`.
+
+    Returns:
+        [T, D] in the dtype of x.
+    """
+    T, k = indices.shape
+    E = w13.shape[0]
+    expert = indices.reshape(-1)
+    if kept is not None:
+        expert = torch.where(kept.reshape(-1), expert, E)
+    order = expert.argsort(stable=True)
+    counts = torch.zeros(E + 1, dtype=torch.int64, device=x.device)
+    counts = counts.scatter_add_(0, expert, torch.ones_like(expert))[:E]
+    if kept is not None:
+        order = order[: int(counts.sum())]
+    rows = x[:, None].expand(T, k, x.shape[-1]).reshape(T * k, -1)[order]
+    out = grouped_swiglu(rows, w13.to(x.dtype), w2.to(x.dtype), counts)
+    out = out * gates.reshape(-1)[order][:, None].to(x.dtype)
+    # every row has a place of its own, so the sum over choices has a fixed order
+    places = out.new_zeros(T * k, x.shape[-1]).index_copy(0, order, out)
+    return places.view(T, k, -1).sum(1)

@@ -1,0 +1,251 @@
+"""The training loop of one stage on one process."""
+
+import math
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from sferic.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from sferic.config import Stage, batch_tokens_at, lr_at
+from sferic.data import Pack, PackStream
+from sferic.nn import Batch, HybridModel
+from sferic.train.losses import RoutingStats, micro_batch_loss
+from sferic.train.metrics import MetricsLog, Progress, Row, plot_losses
+from sferic.train.optimizer import build_optimizer
+from sferic.train.precision import compute_dtype
+
+
+class Interrupted(Exception):
+    """A signal stopped the run after it saved; `signum` says which."""
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
+class Diverged(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class Trainer:
+    """Runs a stage from its last checkpoint to the end of its budget.
+
+    Everything the next step depends on is in `self.progress`, the weights and the optimizer; packs
+    are a pure function of their index.  So a resumed run repeats the bits of one never stopped.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        model: HybridModel,
+        stream: PackStream,
+        heldout: list[Pack],
+        folder: Path,
+        device: torch.device,
+    ) -> None:
+        """Build the optimizer and go to the last checkpoint, if there is one.
+
+        Args:
+            stage: schedule and sizes.
+            model: weights in float32 on the device; overwritten when a checkpoint exists.
+            stream: packs of the stage's length.
+            heldout: packs whose loss is the validation loss.
+            folder: checkpoints, metrics and plot go here.
+            device: of the model.
+        """
+        self.stage = stage
+        self.model = model
+        self.stream = stream
+        self.heldout = heldout
+        self.folder = folder
+        self.device = device
+        self.checkpoints = folder / "checkpoints"
+        model.compute_dtype = compute_dtype(stage.precision, device)
+        model.recompute = stage.recompute
+        self.optimizer = build_optimizer(model, stage.optimizer)
+        # step: finished steps; tokens, pack: consumed; skipped: bad steps, bad_in_a_row: lately
+        self.progress = {
+            "step": 0, "tokens": 0, "pack": 0, "skipped": 0, "bad_in_a_row": 0, "seconds": 0.0
+        }  # fmt: skip
+        self.data = stream.store.meta.tokens_sha256
+        self.resumed_from = latest_checkpoint(self.checkpoints)
+        if self.resumed_from is not None:
+            saved = load_checkpoint(self.resumed_from, model, self.optimizer)
+            if saved.pop("data") != self.data:
+                raise ValueError(
+                    f"{self.resumed_from} was trained on another token store than "
+                    f"{stream.store.path}; use another run folder"
+                )
+            self.progress = saved
+        self._signal: int | None = None
+
+    def run(self) -> list[Row]:
+        """Train to the end of the budget; returns all metrics rows.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM came; a checkpoint was saved first.
+            Diverged: `max_bad_steps` steps in a row were skipped; the last good checkpoint stays.
+        """
+        log = MetricsLog(self.folder / "metrics.jsonl", self.progress["step"])
+        show = Progress(self.stage.name)
+        if self.resumed_from is not None:
+            show.note(f"{self.stage.name}: resumed at step {self.progress['step']}")
+        old = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        saved_at = self.progress["step"]
+        try:
+            while not self._done():
+                row = self.step()
+                if "bad" in row:
+                    show.note(f"step {row['step']} skipped: {row['bad']}")
+                    self._stop_if_diverging(row)
+                step = self.progress["step"]
+                if step % self.stage.validate_every == 0 or self._done():
+                    row["validation_loss"] = self.validate()
+                log.write(row)
+                show.update(row, *self._time_left(row))
+                healthy = self.progress["bad_in_a_row"] == 0
+                if healthy and (step % self.stage.checkpoint_every == 0 or self._done()):
+                    self.save()
+                    saved_at = step
+                if self._signal is not None:
+                    if healthy and saved_at != step:
+                        self.save()
+                        saved_at = step
+                    name = signal.Signals(self._signal).name
+                    raise Interrupted(
+                        self._signal,
+                        f"{name}: saved at step {saved_at}; the same command goes on from there",
+                    )
+        finally:
+            for signum, handler in old.items():
+                signal.signal(signum, handler)
+            show.finish()
+            log.close()
+            if log.rows:
+                plot_losses(log.rows, self.folder / "loss.png", self.stage.name)
+        return log.rows
+
+    def step(self) -> Row:
+        """One optimizer step; a non-finite loss or gradient skips the update."""
+        begin = time.perf_counter()
+        stage, at = self.stage, self.progress
+        tokens = batch_tokens_at(stage, at["step"], at["tokens"])
+        lr = lr_at(stage, at["step"], at["tokens"])
+        micro_batches = tokens // stage.seq_len
+        packs = [self.stream.pack(at["pack"] + i) for i in range(micro_batches)]
+        labels = sum(int((pack.labels >= 0).sum()) for pack in packs)
+
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        stats = RoutingStats()
+        loss = auxiliary = torch.zeros((), device=self.device)
+        for pack in packs:
+            batch = Batch.from_pack(pack, self.device)
+            ce, aux, routings = micro_batch_loss(self.model, batch, max(labels, 1), micro_batches)
+            (ce + aux).backward()
+            loss, auxiliary = loss + ce.detach(), auxiliary + aux.detach()
+            stats.add(routings)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+
+        bad = self._non_finite(float(loss + auxiliary), float(norm))
+        if bad is None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, stage.optimizer.clip_norm, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            at["bad_in_a_row"] = 0
+        else:
+            at["bad_in_a_row"] += 1
+            at["skipped"] += 1
+        at["step"] += 1
+        at["tokens"] += tokens
+        at["pack"] += micro_batches
+        seconds = time.perf_counter() - begin
+        at["seconds"] += seconds
+        row: Row = {
+            "step": at["step"],
+            "tokens": at["tokens"],
+            "loss": float(loss) if math.isfinite(float(loss)) else None,
+            "auxiliary_loss": float(auxiliary) if bad is None else None,
+            "lr": lr,
+            "grad_norm": float(norm) if bad is None else None,
+            "skipped": at["skipped"],
+            "tokens_per_second": tokens / seconds,
+            **stats.summary(),
+        }
+        if bad is not None:
+            row["bad"] = bad
+        return row
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss in nats per label of the held-out packs."""
+        self.model.eval()
+        total, labels = 0.0, 0
+        for pack in self.heldout:
+            batch = Batch.from_pack(pack, self.device)
+            assert batch.labels is not None
+            total += float(self.model.loss(self.model.hidden(batch)[0], batch.labels))
+            labels += int((pack.labels >= 0).sum())
+        return total / labels
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment."""
+        progress: dict[str, Any] = {**self.progress, "data": self.data}
+        return save_checkpoint(
+            self.checkpoints,
+            int(self.progress["step"]),
+            self.model,
+            self.optimizer,
+            progress,
+            self.stage.keep_checkpoints,
+        )
+
+    def _done(self) -> bool:
+        budget = self.stage.budget
+        if budget.steps is not None:
+            return self.progress["step"] >= budget.steps
+        assert budget.tokens is not None
+        return self.progress["tokens"] >= budget.tokens
+
+    def _time_left(self, row: Row) -> tuple[float, float]:
+        """Share of the budget done, and seconds left at the mean speed so far."""
+        budget = self.stage.budget
+        if budget.steps is not None:
+            share = self.progress["step"] / budget.steps
+        else:
+            assert budget.tokens is not None
+            share = self.progress["tokens"] / budget.tokens
+        return min(share, 1.0), self.progress["seconds"] * max(1 / share - 1, 0)
+
+    def _non_finite(self, loss: float, norm: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(norm):
+            names = [
+                name
+                for name, p in self.model.named_parameters()
+                if p.grad is not None and not bool(p.grad.isfinite().all())
+            ]
+            where = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
+            return f"the gradient of {where} is not finite" if names else f"gradient norm {norm}"
+        return None
+
+    def _stop_if_diverging(self, row: Row) -> None:
+        if self.progress["bad_in_a_row"] >= self.stage.max_bad_steps:
+            good = latest_checkpoint(self.checkpoints)
+            where = f"the last good checkpoint is {good}" if good else "no checkpoint was saved yet"
+            raise Diverged(
+                f"{self.stage.max_bad_steps} steps in a row were skipped, the last because "
+                f"{row['bad']}; {where}. Lower the learning rate, or look at the data of "
+                f"packs before {self.progress['pack']}"
+            )
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._signal = signum

@@ -1,0 +1,133 @@
+"""What a run writes down while it trains: one JSON row per step, a live line, a plot."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from sferic.data.files import publish, temporary, write_file
+
+Row = dict[str, Any]
+
+
+class MetricsLog:
+    """`metrics.jsonl`: a row per optimizer step, appended and flushed.
+
+    On resume, rows past the checkpoint are dropped, since their steps run again.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.rows = [row for row in read_metrics(path) if row["step"] <= last_step]
+        lines = "".join(json.dumps(row) + "\n" for row in self.rows)
+        write_file(path, lines.encode())
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        """Append a row; it survives the death of this process."""
+        self.rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush to disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Rows of a metrics file; a last line cut short by a kill is ignored."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text("utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+class Progress:
+    """A live line: step, loss, tokens/s, time left.
+
+    On a terminal the line is rewritten; elsewhere one is printed every `interval` seconds.
+    """
+
+    def __init__(self, name: str, interval: float = 15.0, out: TextIO | None = None) -> None:
+        self.name = name
+        self.out = out or sys.stderr
+        self.live = self.out.isatty()
+        self.interval = 0.2 if self.live else interval
+        self._last = 0.0
+
+    def update(self, row: Row, share: float, seconds_left: float) -> None:
+        """Show a step.
+
+        Args:
+            row: a metrics row.
+            share: of the budget done, 0 to 1.
+            seconds_left: at the present speed.
+        """
+        now = time.monotonic()
+        if now - self._last < self.interval and share < 1:
+            return
+        self._last = now
+        line = (
+            f"{self.name} {share:4.0%}  step {row['step']}  loss {row['loss']:.3f}  "
+            f"lr {row['lr']:.2e}  {row['tokens_per_second']:,.0f} tokens/s  "
+            f"{_clock(seconds_left)} left"
+        )
+        self._write(line)
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.out.write(("\r\x1b[K" if self.live else "") + text + "\n")
+        self.out.flush()
+
+    def finish(self) -> None:
+        """Leave the live line."""
+        if self.live:
+            self.out.write("\n")
+
+    def _write(self, line: str) -> None:
+        self.out.write(f"\r\x1b[K{line}" if self.live else line + "\n")
+        self.out.flush()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def plot_losses(rows: list[Row], path: Path, title: str) -> None:
+    """Training loss by step, smoothed too, with the validation losses, as a PNG."""
+    from matplotlib.figure import Figure  # slow to import
+
+    rows = [row for row in rows if row["loss"] is not None]
+    steps = [row["step"] for row in rows]
+    losses = [row["loss"] for row in rows]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, losses, color="0.75", linewidth=0.8, label="training, each step")
+    axes.plot(steps, _smooth(losses), color="C0", label="training, running mean")
+    held = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    if held:
+        axes.plot(*zip(*held, strict=True), "o-", color="C1", label="held-out")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(temporary(path), format="png", dpi=120)
+    publish(path)
+
+
+def _smooth(values: list[float], decay: float = 0.95) -> list[float]:
+    out, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = decay * total + value, decay * weight + 1
+        out.append(total / weight)
+    return out
