@@ -8,7 +8,12 @@ Names are imported when first used, so that `import sferic` is quick.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sferic import ops
+    from sferic.checkpoint import load, load_tokenizer, save
+    from sferic.infer import generate
 
 _PLACES = {
     "load": "sferic.checkpoint",

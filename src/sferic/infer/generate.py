@@ -1,6 +1,7 @@
 """Generation with the model's own cache: prefill the prompts, then one token per step."""
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def generate(
     See `generate_stream`; a stop id is the last of its list.
     """
     given = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
-    rows = [given] if given and isinstance(given[0], int) else given
+    rows: list[Any] = [given] if given and isinstance(given[0], int) else given
     out: list[list[int]] = [[] for _ in rows]
     for step in generate_stream(
         model,
