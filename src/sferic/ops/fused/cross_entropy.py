@@ -19,28 +19,28 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     Returns:
         A scalar.  Divide by the global number of labels, whatever ranks and micro-batches hold.
     """
-    return _LinearCrossEntropy.apply(h, weight, labels)
+    if torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(h, weight, labels)
+    return token_losses(h, weight, labels).sum()
 
 
 def token_losses(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The loss of each token, [T], at least float32, 0 where the label is -100; no gradient."""
     with torch.no_grad():
-        parts = [
-            _losses(logits, lab) for _, _, logits, lab in _chunks(h, weight.to(h.dtype), labels)
-        ]
-    return torch.cat(parts)
+        w = weight.to(h.dtype)
+        return torch.cat([_losses(h[c], w, labels[c])[0] for c in _chunks(h)])
 
 
-def _chunks(h: Tensor, weight: Tensor, labels: Tensor):  # noqa: ANN202
-    dtype = torch.promote_types(h.dtype, torch.float32)
-    for a in range(0, h.shape[0], CHUNK):
-        b = min(a + CHUNK, h.shape[0])
-        yield a, b, (h[a:b] @ weight.T).to(dtype), labels[a:b]
+def _chunks(h: Tensor) -> list[slice]:
+    return [slice(a, a + CHUNK) for a in range(0, max(len(h), 1), CHUNK)]
 
 
-def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+def _losses(h: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, logits and their log-sum-exp, [n], [n, V] and [n]."""
+    logits = (h @ w.T).to(torch.promote_types(h.dtype, torch.float32))
+    lse = logits.logsumexp(-1)
     target = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    return torch.where(labels == IGNORE, 0, logits.logsumexp(-1) - target)
+    return torch.where(labels == IGNORE, 0, lse - target), logits, lse
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -48,21 +48,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        need = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]  # type: ignore[attr-defined]
         w = weight.to(h.dtype)
         total = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
-        dh = torch.empty_like(h) if need else None
-        dw = torch.zeros_like(weight) if need else None
-        for a, b, logits, lab in _chunks(h, w, labels):
-            total += _losses(logits, lab).sum()
-            if dh is not None and dw is not None:
-                minus = logits.new_full((b - a, 1), -1.0)
-                dlogits = logits.softmax(-1).scatter_add_(1, lab.clamp(min=0)[:, None], minus)
-                dlogits = (dlogits * (lab != IGNORE)[:, None]).to(h.dtype)
-                dh[a:b] = dlogits @ w
-                dw += dlogits.T @ h[a:b]
-        if dh is not None and dw is not None:
-            ctx.save_for_backward(dh, dw)
+        dh, dw = torch.empty_like(h), torch.zeros_like(weight)
+        for c in _chunks(h):
+            losses, logits, lse = _losses(h[c], w, labels[c])
+            total += losses.sum()
+            counted = labels[c] != IGNORE
+            lse = lse.masked_fill(~counted, float("inf"))  # makes the rows without label 0
+            probs = logits.sub_(lse[:, None]).exp_()
+            minus = -counted.to(probs.dtype)[:, None]
+            dlogits = probs.scatter_add_(1, labels[c].clamp(min=0)[:, None], minus).to(h.dtype)
+            dh[c] = dlogits @ w
+            dw += dlogits.T @ h[c]
+        ctx.save_for_backward(dh, dw)
         return total
 
     @staticmethod
