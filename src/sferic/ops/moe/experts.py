@@ -4,6 +4,7 @@ Legend: T tokens, k choices, N = T * k rows, D model width, F FFN width, E exper
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,14 +56,50 @@ def mix_experts(
     expert = indices.reshape(-1)
     if kept is not None:
         expert = torch.where(kept.reshape(-1), expert, E)
-    order = expert.argsort(stable=True)
+    order = expert.argsort(stable=True)  # choice number t * k + j of each row
     counts = torch.zeros(E + 1, dtype=torch.int64, device=x.device)
     counts = counts.scatter_add_(0, expert, torch.ones_like(expert))[:E]
     if kept is not None:
         order = order[: int(counts.sum())]
-    rows = x[:, None].expand(T, k, x.shape[-1]).reshape(T * k, -1)[order]
+    rows = _Spread.apply(x, order, k)
     out = grouped_swiglu(rows, w13.to(x.dtype), w2.to(x.dtype), counts)
     out = out * gates.reshape(-1)[order][:, None].to(x.dtype)
+    return _Gather.apply(out, order, T, k)
+
+
+def _spread(x: Tensor, order: Tensor, k: int) -> Tensor:
+    return x.index_select(0, order // k)
+
+
+def _gather(rows: Tensor, order: Tensor, T: int, k: int) -> Tensor:
     # every row has a place of its own, so the sum over choices has a fixed order
-    places = out.new_zeros(T * k, x.shape[-1]).index_copy(0, order, out)
-    return places.view(T, k, -1).sum(1)
+    places = rows.new_zeros(T * k, rows.shape[-1]).index_copy_(0, order, rows)
+    return places.view(T, k, rows.shape[-1]).sum(1)
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens [T, D] to rows [N, D], row i a copy of token order[i] // k."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.sizes = x.shape[0], k
+        return _spread(x, order, k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grads[0], *ctx.saved_tensors, *ctx.sizes), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """The transpose of `_Spread`: rows [N, D] summed into tokens [T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, T: int, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return _gather(rows, order, T, k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _spread(grads[0], *ctx.saved_tensors, ctx.k), None, None, None
