@@ -88,7 +88,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grads[0], *ctx.saved_tensors, *ctx.sizes), None, None
+        (order,) = ctx.saved_tensors
+        return _gather(grads[0], order, *ctx.sizes), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -102,4 +103,5 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _spread(grads[0], *ctx.saved_tensors, ctx.k), None, None, None
+        (order,) = ctx.saved_tensors
+        return _spread(grads[0], order, ctx.k), None, None, None
