@@ -44,7 +44,8 @@ def save_checkpoint(
     for stale in folder.glob(f"{PREFIX}*.tmp"):
         shutil.rmtree(stale)
     temp.mkdir(parents=True)
-    state_dict_saver.save(_state(model, optimizer), checkpoint_id=temp, no_dist=True)
+    with _one_process():
+        state_dict_saver.save(_state(model, optimizer), checkpoint_id=temp, no_dist=True)
     (temp / PROGRESS_FILE).write_text(json.dumps(progress), "utf-8")
     for file in temp.iterdir():
         sync(file)
@@ -71,7 +72,7 @@ def load_checkpoint(
     """
     state = _state(model, optimizer)
     try:
-        with warnings.catch_warnings(action="ignore"):  # one process is what we mean
+        with _one_process():
             state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
         return json.loads((path / PROGRESS_FILE).read_text("utf-8"))
     except (CheckpointException, OSError, RuntimeError, ValueError, EOFError) as error:
@@ -80,6 +81,11 @@ def load_checkpoint(
             f"the checkpoint {path} can't be read ({reason}); delete it to go on from an "
             "earlier one"
         ) from error
+
+
+def _one_process() -> warnings.catch_warnings:
+    """Without the library's warning that there are no other processes."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
 def _complete(folder: Path) -> list[Path]:
