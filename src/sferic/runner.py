@@ -242,9 +242,8 @@ def _print_scores(scores: dict[str, float], say: Say) -> None:
     names = {"model": "this model", "xz": "xz -9e", "zlib": "zlib -9", "unigram": "unigram tokens"}
     for key, name in names.items():
         say(f"  {name:<16}{scores[key]:.3f}")
-    say(
-        f"\nThe model needs {1 - scores['model'] / scores['unigram']:.0%} fewer bits than unigrams."
-    )
+    gain = 1 - scores["model"] / scores["unigram"]
+    say(f"\nThe model needs {abs(gain):.0%} {'fewer' if gain > 0 else 'more'} bits than unigrams.")
 
 
 def continue_text(
