@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,9 @@ data_app = typer.Typer(no_args_is_help=True, help="Token stores and packs.")
 tokenizer_app = typer.Typer(no_args_is_help=True, help="Tokenizers.")
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
+
+# the parser's base class of wrong command lines, which typer doesn't export
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 Overrides = Annotated[
     list[str] | None,
@@ -101,9 +104,9 @@ def generate(
 ) -> None:
     """Continue a prompt; the text streams to the terminal."""
     from sferic.checkpoint import load, load_tokenizer
-    from sferic.runner import continue_text
+    from sferic.runner import continue_text, find_device
 
-    loaded = load(model, device=device)
+    loaded = load(model, device=str(find_device(device)))
     tokenizer = load_tokenizer(model)
     for text in continue_text(
         loaded,
@@ -174,6 +177,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     except typer.Exit as error:
         sys.exit(error.exit_code)
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            sys.stderr.write(f"sferic: {error.format_message()}\n")
+        sys.exit(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
@@ -186,10 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _explain(error: Exception) -> tuple[int | None, str]:
     """Exit code and line of an error that is the user's to mend; code None for any other."""
-    import click
-
-    if isinstance(error, click.ClickException):
-        return error.exit_code, error.format_message()
     if isinstance(error, ConfigError | ValueError | OSError):
         return 2, str(error)
     from sferic.train import Diverged, Interrupted

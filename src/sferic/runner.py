@@ -61,7 +61,7 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
         ValueError: the folder holds another recipe's run, or the data does not serve.
         Interrupted, Diverged: from training.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = find_device(device)
     _claim(out, recipe)
     tokenizer = prepare_tokenizer(recipe, out, say)
     stores = prepare_stores(recipe, tokenizer, out, say)
@@ -70,6 +70,20 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
         model = run_stage(recipe, stage, stores, tokenizer, out, where, model, say)
     assert model is not None
     return finish(recipe, model, tokenizer, stores, out, where, say)
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that name; None takes the GPU if there is one.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.zeros((), device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} can't be used ({reason}); try --device cpu") from error
 
 
 def _claim(out: Path, recipe: Recipe) -> None:
@@ -199,7 +213,7 @@ def finish(
     if not report_file.exists():
         save(model, folder)
         tokenizer.save(folder / "tokenizer.json")
-    loaded = load(folder, device=device.type)
+    loaded = load(folder, device=str(device))
     loaded.compute_dtype = model.compute_dtype
     if report_file.exists():
         report: dict[str, Any] = json.loads(report_file.read_text("utf-8"))

@@ -1,10 +1,12 @@
 """Train checkpoints: weights, optimizer moments and counters, complete or not there at all.
 
 A checkpoint is a folder `step-00000120` that PyTorch's distributed checkpoint wrote, with
-`progress.json` beside the tensors.  It is written under another name and renamed when every byte
-is on disk, so a process killed at any moment leaves the last complete one.
+`progress.json` beside the tensors, which also holds the files' hashes.  It is written under another
+name and renamed when every byte is on disk, so a process killed at any moment leaves the last
+complete one.
 """
 
+import hashlib
 import json
 import shutil
 import warnings
@@ -46,7 +48,8 @@ def save_checkpoint(
     temp.mkdir(parents=True)
     with _one_process():
         state_dict_saver.save(_state(model, optimizer), checkpoint_id=temp, no_dist=True)
-    (temp / PROGRESS_FILE).write_text(json.dumps(progress), "utf-8")
+    saved = {"progress": progress, "sha256": {f.name: _sha256(f) for f in temp.iterdir()}}
+    (temp / PROGRESS_FILE).write_text(json.dumps(saved), "utf-8")
     for file in temp.iterdir():
         sync(file)
     if path.exists():  # the step was saved before, by the run this one resumed from
@@ -72,15 +75,24 @@ def load_checkpoint(
     """
     state = _state(model, optimizer)
     try:
+        saved = json.loads((path / PROGRESS_FILE).read_text("utf-8"))
+        for name, digest in saved["sha256"].items():
+            if _sha256(path / name) != digest:
+                raise ValueError(f"{name} has changed since it was written")
         with _one_process():
             state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
-        return json.loads((path / PROGRESS_FILE).read_text("utf-8"))
-    except (CheckpointException, OSError, RuntimeError, ValueError, EOFError) as error:
+        return saved["progress"]
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise ValueError(
             f"the checkpoint {path} can't be read ({reason}); delete it to go on from an "
             "earlier one"
         ) from error
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _one_process() -> warnings.catch_warnings:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sferic.config import ConfigError, ModelConfig, build, dump
@@ -57,13 +57,18 @@ def load(path: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = N
     with torch.device("meta"):
         model = HybridModel(config)
     wanted = model.state_dict()
-    with safe_open(path / WEIGHTS_FILE, "pt", device=device) as file:
-        found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        _compare(path, {n: list(t.shape) for n, t in wanted.items()}, found)
-        weights = {}
-        for name in wanted:
-            tensor = file.get_tensor(name)
-            weights[name] = tensor if dtype is None else tensor.to(dtype)
+    weights = {}
+    try:
+        with safe_open(path / WEIGHTS_FILE, "pt", device=device) as file:
+            found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            _compare(path, {n: list(t.shape) for n, t in wanted.items()}, found)
+            for name in wanted:
+                tensor = file.get_tensor(name)
+                weights[name] = tensor if dtype is None else tensor.to(dtype)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path / WEIGHTS_FILE} is damaged ({error}); copy or save it again"
+        ) from error
     model.load_state_dict(weights, assign=True)
     model.to(device)  # the slopes, which are no weights
     return model.eval().requires_grad_(False)

@@ -92,6 +92,7 @@ class ContiguousCache:
                     f"row {r} holds {self.lengths[r]} tokens and would get {n} more: "
                     f"the cache has room for {self.capacity}; make one with a larger capacity"
                 )
+        for r, n in zip(rows, added, strict=True):
             self.lengths[r] += n
         batch = Batch.pack(sequences, starts)
         return replace(

@@ -171,14 +171,15 @@ class Trainer:
         row: Row = {
             "step": at["step"],
             "tokens": at["tokens"],
-            "loss": float(loss) if math.isfinite(float(loss)) else None,
-            "auxiliary_loss": float(auxiliary) if bad is None else None,
+            "loss": float(loss),
+            "auxiliary_loss": float(auxiliary),
             "lr": lr,
-            "grad_norm": float(norm) if bad is None else None,
+            "grad_norm": float(norm),
             "skipped": at["skipped"],
             "tokens_per_second": tokens / seconds,
             **stats.summary(),
         }
+        row = {key: value if math.isfinite(value) else None for key, value in row.items()}
         if bad is not None:
             row["bad"] = bad
         return row

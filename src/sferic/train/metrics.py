@@ -76,8 +76,9 @@ class Progress:
         if now - self._last < self.interval and share < 1:
             return
         self._last = now
+        loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
         line = (
-            f"{self.name} {share:4.0%}  step {row['step']}  loss {row['loss']:.3f}  "
+            f"{self.name} {share:4.0%}  step {row['step']}  loss {loss}  "
             f"lr {row['lr']:.2e}  {row['tokens_per_second']:,.0f} tokens/s  "
             f"{_clock(seconds_left)} left"
         )

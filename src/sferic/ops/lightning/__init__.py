@@ -49,32 +49,44 @@ def lightning_attention(
         raise ValueError(f"backend {backend!r} is not one of 'auto', 'reference'")
     _check(q, k, v, slopes, initial_state, cu_seqlens)
     if cu_seqlens is None:
-        if deterministic and q.shape[0] > 1:
-            parts = [(slice(b, b + 1), slice(None)) for b in range(q.shape[0])]
-        else:
-            parts = [(slice(None), slice(None))]
+        o, state = _batch(q, k, v, slopes, initial_state, deterministic)
     elif initial_state is None and not return_state and not deterministic:
-        T = q.shape[0]
-        if T == 0:
-            return v
-        t = torch.arange(T, device=q.device, dtype=cu_seqlens.dtype)
-        documents = torch.searchsorted(cu_seqlens, t, right=True)
-        return lightning_blocks(q[None], k[None], v[None], slopes, None, documents)[0][0]
+        return _pack(q, k, v, slopes, cu_seqlens)
     else:
-        q, k, v = q[None], k[None], v[None]
-        ends = cu_seqlens.tolist()
-        parts = [(slice(None), slice(a, b)) for a, b in pairwise(ends)]
+        o, state = _documents(q, k, v, slopes, initial_state, cu_seqlens)
+    return (o, state) if return_state else o
 
-    outputs, states = [], []
-    for n, (b, t) in enumerate(parts):
-        rows = b if cu_seqlens is None else slice(n, n + 1)
-        state = None if initial_state is None else initial_state[rows]
-        o, state = _sequence(q[b, t], k[b, t], v[b, t], slopes, state)
-        outputs.append(o)
-        states.append(state)
-    o = torch.cat(outputs, dim=0 if cu_seqlens is None else 1)
-    o = o if cu_seqlens is None else o[0]
-    return (o, torch.cat(states)) if return_state else o
+
+def _batch(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor | None, one_by_one: bool
+) -> tuple[Tensor, Tensor]:
+    if not one_by_one or len(q) < 2:
+        return _sequence(q, k, v, slopes, state)
+    rows = [slice(b, b + 1) for b in range(len(q))]
+    parts = [_sequence(q[b], k[b], v[b], slopes, None if state is None else state[b]) for b in rows]
+    return torch.cat([o for o, _ in parts]), torch.cat([s for _, s in parts])
+
+
+def _pack(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """All documents at once."""
+    if len(q) == 0:
+        return v
+    t = torch.arange(len(q), device=q.device, dtype=cu_seqlens.dtype)
+    documents = torch.searchsorted(cu_seqlens, t, right=True)
+    return lightning_blocks(q[None], k[None], v[None], slopes, None, documents)[0][0]
+
+
+def _documents(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor | None, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Document by document, each with its states."""
+    if cu_seqlens.numel() == 1:
+        return v, _zeros(q, v, 0) if state is None else state
+    parts = []
+    for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
+        before = None if state is None else state[n : n + 1]
+        parts.append(_sequence(q[None, a:b], k[None, a:b], v[None, a:b], slopes, before))
+    return torch.cat([o[0] for o, _ in parts]), torch.cat([s for _, s in parts])
 
 
 def _sequence(
@@ -82,10 +94,12 @@ def _sequence(
 ) -> tuple[Tensor, Tensor]:
     if q.shape[1] > 0:
         return lightning_blocks(q, k, v, slopes, state)
-    if state is None:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        state = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[-1], dtype=dtype)
-    return v, state
+    return v, _zeros(q, v, len(q)) if state is None else state
+
+
+def _zeros(q: Tensor, v: Tensor, sequences: int) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_zeros(sequences, q.shape[-2], q.shape[-1], v.shape[-1], dtype=dtype)
 
 
 def _check(

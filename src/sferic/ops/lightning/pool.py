@@ -86,6 +86,8 @@ def lightning_decode(
     Returns:
         o [S, H, V] in the dtype of v.
     """
+    if len(slots) == 0:
+        return v
     if silu:
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
     q_, k_, v_ = at_least_float32(q, k, v)
