@@ -1,0 +1,271 @@
+"""The command line as a user meets it."""
+
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from sferic import runner
+from sferic.cli import app, main
+from sferic.config import load_recipe
+from sferic.data import Tokenizer, TokenStore
+
+Sferic = Callable[..., tuple[int, str, str]]
+MODULES = ("bisect", "heapq", "keyword", "queue", "sched", "stat", "types")
+SMALL = (
+    "data.heldout=0.265", "tokenizer.vocab_size=400", "prompt='import '", "stages.0.seq_len=64",
+    "stages.0.batch=[{tokens=128}]", "stages.0.budget={steps=2}", "stages.0.precision=fp32",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for name in MODULES:
+        shutil.copy(Path(sysconfig.get_path("stdlib"), f"{name}.py"), folder)
+    return folder
+
+
+@pytest.fixture
+def sferic(capsys: pytest.CaptureFixture[str]) -> Sferic:
+    """Runs a command line here: exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = 0
+        capsys.readouterr()
+        try:
+            main([str(a) for a in arguments])
+        except SystemExit as error:
+            code = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def small_run(corpus: Path, out: Path) -> list[str]:
+    sets = [x for item in (f"data.corpus={corpus}", *SMALL) for x in ("--set", item)]
+    return ["run", "tiny", "--out", str(out), "--device", "cpu", *sets]
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(runner, "SAMPLE_TOKENS", 2)
+        main(small_run(corpus, out))
+    return out
+
+
+def test_a_run_leaves_weights_and_says_where(sferic: Sferic, corpus: Path, finished: Path) -> None:
+    for name in ("model/model.safetensors", "tiny/loss.png", "report.json", "tokenizer.json"):
+        assert (finished / name).is_file()
+    code, out, err = sferic(*small_run(corpus, finished))
+    assert code == 0
+    assert f"Weights are in {finished / 'model'}, losses in {finished / 'tiny/loss.png'}" in out
+    assert "\nimport " in out
+    assert err == "tiny: resumed at step 2\n"  # and no line of a step
+    code, _, err = sferic(*small_run(corpus, finished), "--set", "seed=3")
+    assert code == 2
+    assert err.startswith(f"sferic: {finished} holds a run of another recipe (seed was 0, now 3)")
+
+
+def test_what_a_run_suggests_next_can_be_typed(
+    sferic: Sferic, corpus: Path, finished: Path
+) -> None:
+    _, out, _ = sferic(*small_run(corpus, finished))
+    lines = [line.split() for line in out.splitlines() if line.startswith("  sferic ")]
+    assert [line[1] for line in lines] == ["generate", "info", "run"]
+    code, _, _ = sferic(*lines[1][1:])
+    assert code == 0
+    assert load_recipe(lines[2][2], [lines[2][-1]]).stages[0].budget.steps == 2000
+
+
+def test_info_of_text_01(sferic: Sferic) -> None:
+    code, out, _ = sferic("info", "text-01", "--json")
+    assert code == 0
+    numbers = json.loads(out)
+    assert list(numbers) == [
+        "total_params", "active_params_no_vocab", "kv_bytes_per_token", "state_bytes_per_sequence",
+        "weight_bytes", "flops_per_token",
+    ]  # fmt: skip
+    assert numbers["total_params"] / 1e9 == pytest.approx(456.09, abs=0.005)
+    assert numbers["active_params_no_vocab"] / 1e9 == pytest.approx(45.94, abs=0.005)
+    assert numbers["kv_bytes_per_token"] == 40_960
+    assert numbers["state_bytes_per_sequence"] == 280 * 2**20
+    assert numbers["weight_bytes"].keys() == {"bf16", "int8"}
+    assert len(numbers["flops_per_token"]) == 3
+
+
+def test_info_for_people_and_with_a_change(sferic: Sferic) -> None:
+    _, out, _ = sferic("info", "text-01")
+    for part in ("456,0", "45,94", "40,960 bytes per token", "293,601,280 bytes per sequence"):
+        assert part in out
+    _, before, _ = sferic("info", "tiny", "--json")
+    _, after, _ = sferic("info", "tiny", "--json", "--set", "num_layers=8")
+    assert json.loads(after)["kv_bytes_per_token"] == 2 * json.loads(before)["kv_bytes_per_token"]
+
+
+def verbs() -> Iterator[list[str]]:
+    def walk(command: Any, path: list[str]) -> Iterator[list[str]]:
+        yield path
+        for name, child in getattr(command, "commands", {}).items():
+            yield from walk(child, [*path, name])
+
+    return walk(typer.main.get_command(app), [])
+
+
+@pytest.mark.parametrize("path", list(verbs()), ids=" ".join)
+def test_every_command_has_help(sferic: Sferic, path: list[str]) -> None:
+    code, out, err = sferic(*path, "--help")
+    assert (code, err) == (0, "")
+    assert "Usage" in out
+    assert len(out.splitlines()) > 5
+
+
+def test_these_are_the_commands() -> None:
+    assert {" ".join(path) for path in verbs()} >= {
+        "info", "run", "generate", "data tokenize", "data pack", "tokenizer train",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [[], ["data"], ["tokenizer"]], ids=" ".join)
+def test_a_command_without_its_verb_shows_help(sferic: Sferic, path: list[str]) -> None:
+    code, out, err = sferic(*path)
+    assert code == 2
+    assert "Usage" in out + err
+    assert "sferic: \n" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("info text-1", "unknown model 'text-1'; did you mean 'text-01'?"),
+        ("run dmo", "unknown recipe 'dmo'; did you mean 'demo'?"),
+        ("run nowhere.toml", "nowhere.toml: can't be read"),
+        ("run tiny --set model.hiden_size=3", "'hiden_size'; did you mean 'hidden_size'?"),
+        ("run tiny --set stages.0.seq_len=abc", "stages.0.seq_len = 'abc': must be a valid"),
+        ("run tiny --set nonsense", "--set 'nonsense': write key=value"),
+        ("run tiny --set stages.3.seq_len=1", "has no element '3'"),
+        ("info tiny --set num_heads=3", "num_kv_heads 2 must divide num_heads 3"),
+        ("run tiny --out {tmp}/run --set data.corpus={tmp}/none", "none' is not a folder"),
+        ("run tiny --out {tmp}/run --device nothing", "device 'nothing' can't be used"),
+        ("generate --model {tmp}/none --prompt x", "none is not a model folder"),
+        ("data tokenize {tmp} {tmp}/s --tokenizer {tmp}/t.json", "t.json is not a readable"),
+        ("data pack {tmp}/none", "none is not a token store"),
+        ("tokenizer train {tmp}/none {tmp}/t.json", "none' is not a folder"),
+        ("info", "Missing"),
+        ("run tiny --bogus", "No such option: --bogus"),
+        ("bogus", "No such command 'bogus'"),
+        ("generate --model x --prompt y --max-new-tokens 0", "--max-new-tokens"),
+        ("generate --model x --prompt y --seed z", "--seed"),
+    ],
+)
+def test_what_a_user_can_mend_is_a_short_message_and_code_2(
+    sferic: Sferic, tmp_path: Path, arguments: str, message: str
+) -> None:
+    code, _, err = sferic(*(word.format(tmp=tmp_path) for word in arguments.split()))
+    assert code == 2
+    assert err.startswith("sferic: ")
+    assert message in err
+    assert len(err.splitlines()) <= 2
+    assert not (tmp_path / "run" / "tiny").exists()
+
+
+def test_errors_leave_the_process_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sferic.cli", "info", "text-1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("sferic: unknown model 'text-1'; did you mean 'text-01'?")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_bug_keeps_its_traceback(sferic: Sferic, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("sferic.cli.sizes", broken)
+    with pytest.raises(ZeroDivisionError):
+        sferic("info", "tiny")
+
+
+def test_generation_repeats_with_its_seed(sferic: Sferic, finished: Path) -> None:
+    def text(*options: str) -> str:
+        given = ("--model", finished / "model", "--prompt", "class ", "--max-new-tokens", 12)
+        code, out, err = sferic("generate", *given, *options)
+        assert (code, err) == (0, "")
+        assert out.startswith("class ")
+        assert out.endswith("\n")
+        return out
+
+    hot = ("--temperature", "1.5")
+    assert text() == text("--seed", "5")  # greedy
+    assert text(*hot, "--seed", "1") == text(*hot, "--seed", "1")
+    assert text(*hot, "--seed", "1") != text(*hot, "--seed", "2")
+    assert text(*hot, "--top-p", "1e-6") == text()
+
+
+def test_generation_streams(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Out:
+        def write(self, text: str) -> None:
+            events.append(text)
+
+        def flush(self) -> None:
+            events.append("<flush>")
+
+    monkeypatch.setattr(sys, "stdout", Out())
+    main(["generate", "--model", str(finished / "model"), "--prompt", "x", "--max-new-tokens", "9"])
+    assert events[:2] == ["x", "<flush>"]
+    assert events.count("<flush>") >= 10
+    assert all(b == "<flush>" for a, b in zip(events[:-1:2], events[1::2], strict=True))
+
+
+def test_tokenizer_store_and_packs(sferic: Sferic, corpus: Path, tmp_path: Path) -> None:
+    file, store = tmp_path / "tokenizer.json", tmp_path / "store"
+    code, out, _ = sferic("tokenizer", "train", corpus, file, "--vocab-size", 300)
+    tokenizer = Tokenizer.load(file)
+    assert code == 0
+    assert out == f"{file}: 300 entries, sha256 {tokenizer.hash[:16]}\n"
+    code, out, _ = sferic("data", "tokenize", corpus, store, "--tokenizer", file)
+    opened = TokenStore(store)
+    assert code == 0
+    assert out == f"{store}: {len(MODULES)} documents, {opened.num_tokens:,} tokens\n"
+    first = tokenizer.decode(opened.document(0).tolist())
+    assert first.encode() == (corpus / "bisect.py").read_bytes()
+    code, out, _ = sferic("data", "pack", store, "--seq-len", 128, "--seed", 1)
+    report = json.loads(out)
+    assert code == 0
+    assert report["tokens"] == opened.num_tokens
+    assert report["seq_len"] == 128
+    assert report["dropped"] == 0
+    assert report["packs"] * 128 * report["fill"] == pytest.approx(opened.num_tokens)
+    code, _, err = sferic("data", "tokenize", corpus, store, "--tokenizer", file)
+    assert code == 2
+    assert "a store is never overwritten" in err
+
+
+def test_the_package_and_quick_commands_do_not_load_torch() -> None:
+    script = """
+import sys, sferic, sferic.cli
+for arguments in (["info", "demo"], ["--help"], ["run", "dmo"]):
+    try:
+        sferic.cli.main(arguments)
+    except SystemExit:
+        pass
+assert not {"torch", "numpy", "tokenizers", "matplotlib"} & set(sys.modules)
+assert callable(sferic.load) and "torch" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
