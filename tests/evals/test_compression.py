@@ -17,7 +17,11 @@ from sferic.evals import Compression, compression, unigram_nats
 from sferic.nn import HybridModel
 
 TRAIN = ["the quick brown fox jumps over the lazy dog\n" * 3, "pack my box with jugs\n" * 2]
-HELDOUT = ["the lazy fox — früh am Morgen 🦊\n" * 4, "a", "jugs jump over my quick dog\r\n" * 2]
+HELDOUT = [
+    "the lazy fox — früh am Morgen 🦊\n" * 4,
+    "a",
+    "\r\n".join(f"jug {i} jumps over {i * i} quick dogs" for i in range(60)),
+]
 SEQ_LEN = 24
 
 

@@ -156,7 +156,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mixer_norm_eps": 0.3,
         "residual_scale": BranchScale(lightning=1.5, softmax=0.7, ffn=2.5),
         "branch_scale": BranchScale(lightning=0.6, softmax=1.7, ffn=0.9),
-        "ffn": MoEFFN(kind="moe", size=12, num_experts=5, top_k=3),
+        "ffn": MoEFFN(kind="moe", size=8, num_experts=5, top_k=3),
     },
 }
 

@@ -116,6 +116,11 @@ class ModelConfig(Config):
                 f"first_layer {self.first_layer} + num_layers {self.num_layers} is more than "
                 f"depth {self.depth}; depth counts the layers of the whole model"
             )
+        if self.ffn.kind == "moe" and (self.hidden_size % 8 or self.ffn.size % 8):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} and ffn.size {self.ffn.size} must be multiples "
+                "of 8 with experts: their grouped product reads rows of 16 bytes"
+            )
         return self
 
     @property

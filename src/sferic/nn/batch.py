@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sferic.ops.packs import check_cu_seqlens
+
 if TYPE_CHECKING:
     from sferic.data import Pack
 
@@ -53,6 +55,7 @@ class Batch:
     @staticmethod
     def from_cu_seqlens(tokens: Tensor, cu_seqlens: Tensor) -> "Batch":
         """A pack of tokens [T] whose documents end at cu_seqlens [S + 1]."""
+        check_cu_seqlens(cu_seqlens, len(tokens))
         lengths = cu_seqlens.diff()
         starts = torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=len(tokens))
         return Batch(
@@ -60,7 +63,7 @@ class Batch:
             cu_seqlens=cu_seqlens.to(torch.int32),
             positions=torch.arange(len(tokens), device=tokens.device) - starts,
             valid=torch.ones_like(tokens, dtype=torch.bool),
-            max_seqlen=int(lengths.max()),
+            max_seqlen=int(lengths.max()) if len(lengths) else 0,
         )
 
     @staticmethod

@@ -84,6 +84,8 @@ class ContiguousCache:
             ValueError: when a row would outgrow the capacity.
         """
         rows = range(len(sequences)) if rows is None else rows
+        if len(set(rows)) < len(sequences):
+            raise ValueError(f"rows {list(rows)} must be {len(sequences)} different ones")
         starts = [self.lengths[r] for r in rows]
         added = [len(s) for s in sequences]
         for r, n in zip(rows, added, strict=True):

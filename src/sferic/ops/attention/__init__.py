@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sferic.ops.attention.reference import attention_quadratic
 from sferic.ops.attention.rope import rope
+from sferic.ops.packs import check_cu_seqlens
 
 __all__ = [
     "attention_piece",
@@ -36,6 +37,7 @@ def packed_attention(
     Returns:
         o [T, H, K] in the dtype of q, and log-sum-exp [T, H], at least float32.
     """
+    check_cu_seqlens(cu_seqlens, len(q))
     if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
         n = max_seqlen
         o, lse, *_ = torch.ops.aten._flash_attention_forward(

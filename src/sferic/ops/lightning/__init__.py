@@ -9,6 +9,7 @@ from torch import Tensor
 from sferic.ops.lightning.blocks import lightning_blocks
 from sferic.ops.lightning.pool import lightning_decode, lightning_prefill
 from sferic.ops.lightning.slopes import lightning_slopes
+from sferic.ops.packs import check_cu_seqlens
 
 __all__ = ["lightning_attention", "lightning_decode", "lightning_prefill", "lightning_slopes"]
 
@@ -123,20 +124,5 @@ def _check(
     if initial_state is not None and initial_state.shape != (sequences, H, K, V):
         want = [sequences, H, K, V]
         raise ValueError(f"initial_state {list(initial_state.shape)} must be {want}")
-    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+    if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0])
-
-
-def check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
-    """Offsets must go from 0 to the number of tokens without stepping back."""
-    good = (
-        cu_seqlens.dim() == 1
-        and cu_seqlens.numel() > 0
-        and int(cu_seqlens[0]) == 0
-        and int(cu_seqlens[-1]) == total
-        and bool((cu_seqlens.diff() >= 0).all())
-    )
-    if not good:
-        raise ValueError(
-            f"cu_seqlens {cu_seqlens.tolist()} must rise from 0 to the number of tokens, {total}"
-        )
