@@ -210,7 +210,7 @@ def finish(
     """Save the weights, load them again, score the held-out text and continue the prompt."""
     folder = out / "model"
     report_file = out / "report.json"
-    if not report_file.exists():
+    if not (report_file.exists() and folder.exists()):
         save(model, folder)
         tokenizer.save(folder / "tokenizer.json")
     loaded = load(folder, device=str(device))

@@ -49,7 +49,7 @@ def test_one_micro_batch_equals_two_with_unequal_label_counts(
         )
         made.stream = Given(store, packs)
         losses.append(made.step()["loss"])
-        assert (made.progress["tokens"], made.progress["pack"]) == (64, len(packs))
+        assert (made.progress.tokens, made.progress.pack) == (64, len(packs))
         grads.append([p.grad for p in made.model.parameters()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     for a, b in zip(*grads, strict=True):

@@ -19,7 +19,7 @@ def poison_gradient(trainer: Trainer, name: str, *steps: int, value: float = mat
 
     def spoil(grad: Tensor) -> Tensor:
         grad = grad.clone()
-        if trainer.progress["step"] + 1 in steps:
+        if trainer.progress.step + 1 in steps:
             grad.view(-1)[0] = value
         return grad
 
@@ -31,7 +31,7 @@ def poison_input(trainer: Trainer, *steps: int) -> None:
 
     def spoil(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0].clone()
-        if trainer.model.training and trainer.progress["step"] + 1 in steps:
+        if trainer.model.training and trainer.progress.step + 1 in steps:
             x[3] = math.nan
         return (x, *args[1:])
 
@@ -60,14 +60,14 @@ def test_a_bad_step_changes_no_weight_and_no_moment(trainer: Make, what: str) ->
     row = made.step()
     for a, b in zip(before, everything(made), strict=True):
         assert torch.equal(a, b)
-    assert row["skipped"] == made.progress["skipped"] == made.progress["bad_in_a_row"] == 1
+    assert row["skipped"] == made.progress.skipped == made.progress.bad_in_a_row == 1
     expected = "the loss is nan" if what == "loss" else f"the gradient of {name} is not finite"
     assert row["bad"] == expected
     assert row["tokens"] == 128  # its data is consumed
     good = made.step()
     assert "bad" not in good
     assert good["skipped"] == 1
-    assert made.progress["bad_in_a_row"] == 0
+    assert made.progress.bad_in_a_row == 0
     assert not torch.equal(before[0], everything(made)[0])
 
 
@@ -114,12 +114,12 @@ def test_bad_steps_in_a_row_stop_the_run_and_name_the_last_good_checkpoint(train
     poison_gradient(made, "norm.weight", 2, 3, *range(5, 12))
     with pytest.raises(Diverged) as error:
         made.run()
-    assert made.progress["step"] == 7
+    assert made.progress.step == 7
     for part in ("3 steps in a row", "norm.weight", str(made.checkpoints / "step-00000004")):
         assert part in str(error.value)
     last = trainer("stages.0.max_bad_steps=3", "stages.0.budget.steps=12")
-    assert last.progress["step"] == 4
-    assert last.progress["bad_in_a_row"] == 0
+    assert last.progress.step == 4
+    assert last.progress.bad_in_a_row == 0
 
 
 def test_bad_steps_from_the_start_say_that_nothing_was_saved(trainer: Make) -> None:

@@ -13,7 +13,7 @@ import torch
 from sferic.nn import Routing
 from sferic.train import Trainer, read_metrics
 from sferic.train.losses import RoutingStats
-from sferic.train.metrics import MetricsLog, Progress, plot_losses
+from sferic.train.metrics import LiveLine, MetricsLog, plot_losses
 
 Make = Callable[..., Trainer]
 KEYS = [
@@ -115,7 +115,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_has_one_live_line() -> None:
     out = Terminal()
-    show = Progress("demo", out=out)
+    show = LiveLine("demo", out=out)
     show.interval = 0
     first, second = rows_of(3.25, 2.0)
     show.update(first, 0.5, 3725)
@@ -132,7 +132,7 @@ def test_a_terminal_has_one_live_line() -> None:
 
 def test_a_log_file_has_whole_lines_now_and_then() -> None:
     out = io.StringIO()
-    show = Progress("demo", interval=60, out=out)
+    show = LiveLine("demo", interval=60, out=out)
     for row in rows_of(*[2.0] * 9):
         show.update(row, row["step"] / 9, 61)
     show.finish()
@@ -145,7 +145,7 @@ def test_a_log_file_has_whole_lines_now_and_then() -> None:
 
 def test_a_step_without_a_finite_loss_can_be_shown() -> None:
     out = io.StringIO()
-    Progress("demo", out=out).update(rows_of(None)[0], 1.0, 0)
+    LiveLine("demo", out=out).update(rows_of(None)[0], 1.0, 0)
     assert "step 1" in out.getvalue()
 
 

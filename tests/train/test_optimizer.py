@@ -73,7 +73,7 @@ def test_rows_follow_the_segments_of_lr_and_batch(
     rows = [made.step() for _ in range(4)]
     assert [row["tokens"] for row in rows] == [32, 64, 160, 256]
     assert [row["lr"] for row in rows] == pytest.approx([5e-3, 1e-2, 1e-3, 0])
-    assert made.progress["pack"] == 8
+    assert made.progress.pack == 8
     at = [(0, 0), (1, 32), (2, 64), (3, 160)]
     assert [row["lr"] for row in rows] == [lr_at(made.stage, *a) for a in at]
     assert [batch_tokens_at(made.stage, *a) for a in at] == [32, 32, 96, 96]

@@ -3,9 +3,9 @@
 import math
 import signal
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -14,7 +14,7 @@ from sferic.config import Stage, batch_tokens_at, lr_at
 from sferic.data import Pack, PackStream
 from sferic.nn import Batch, HybridModel
 from sferic.train.losses import RoutingStats, micro_batch_loss
-from sferic.train.metrics import MetricsLog, Progress, Row, plot_losses
+from sferic.train.metrics import LiveLine, MetricsLog, Row, plot_losses
 from sferic.train.optimizer import build_optimizer
 from sferic.train.precision import compute_dtype
 
@@ -31,11 +31,23 @@ class Diverged(RuntimeError):
     """Too many steps in a row had a non-finite loss or gradient."""
 
 
+@dataclass
+class Progress:
+    """What a checkpoint holds beside tensors; the next step depends on nothing else."""
+
+    step: int = 0  # finished optimizer steps, skipped ones too
+    tokens: int = 0  # consumed
+    pack: int = 0  # index of the next pack
+    skipped: int = 0  # steps whose loss or gradient was not finite
+    bad_in_a_row: int = 0  # of them, those since the last good step
+    seconds: float = 0.0  # spent in steps
+
+
 class Trainer:
     """Runs a stage from its last checkpoint to the end of its budget.
 
-    Everything the next step depends on is in `self.progress`, the weights and the optimizer; packs
-    are a pure function of their index.  So a resumed run repeats the bits of one never stopped.
+    Packs are a pure function of their index, so with weights, optimizer and `Progress` a resumed
+    run repeats the bits of one never stopped.
     """
 
     def __init__(
@@ -67,10 +79,7 @@ class Trainer:
         model.compute_dtype = compute_dtype(stage.precision, device)
         model.recompute = stage.recompute
         self.optimizer = build_optimizer(model, stage.optimizer)
-        # step: finished steps; tokens, pack: consumed; skipped: bad steps, bad_in_a_row: lately
-        self.progress = {
-            "step": 0, "tokens": 0, "pack": 0, "skipped": 0, "bad_in_a_row": 0, "seconds": 0.0
-        }  # fmt: skip
+        self.progress = Progress()
         self.data = stream.store.meta.tokens_sha256
         self.resumed_from = latest_checkpoint(self.checkpoints)
         if self.resumed_from is not None:
@@ -80,7 +89,7 @@ class Trainer:
                     f"{self.resumed_from} was trained on another token store than "
                     f"{stream.store.path}; use another run folder"
                 )
-            self.progress = saved
+            self.progress = Progress(**saved)
         self._signal: int | None = None
 
     def run(self) -> list[Row]:
@@ -90,40 +99,28 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM came; a checkpoint was saved first.
             Diverged: `max_bad_steps` steps in a row were skipped; the last good checkpoint stays.
         """
-        log = MetricsLog(self.folder / "metrics.jsonl", self.progress["step"])
-        show = Progress(self.stage.name)
+        log = MetricsLog(self.folder / "metrics.jsonl", self.progress.step)
+        line = LiveLine(self.stage.name)
         if self.resumed_from is not None:
-            show.note(f"{self.stage.name}: resumed at step {self.progress['step']}")
+            line.note(f"{self.stage.name}: resumed at step {self.progress.step}")
         old = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        saved_at = self.progress["step"]
         try:
             while not self._done():
                 row = self.step()
-                if "bad" in row:
-                    show.note(f"step {row['step']} skipped: {row['bad']}")
-                    self._stop_if_diverging(row)
-                step = self.progress["step"]
-                if step % self.stage.validate_every == 0 or self._done():
+                if self.progress.step % self.stage.validate_every == 0 or self._done():
                     row["validation_loss"] = self.validate()
                 log.write(row)
-                show.update(row, *self._time_left(row))
-                healthy = self.progress["bad_in_a_row"] == 0
-                if healthy and (step % self.stage.checkpoint_every == 0 or self._done()):
-                    self.save()
-                    saved_at = step
+                if "bad" in row:
+                    line.note(f"step {row['step']} skipped: {row['bad']}")
+                    self._stop_if_diverging(row)
+                line.update(row, *self._time_left())
+                self._save_if_due()
                 if self._signal is not None:
-                    if healthy and saved_at != step:
-                        self.save()
-                        saved_at = step
-                    name = signal.Signals(self._signal).name
-                    raise Interrupted(
-                        self._signal,
-                        f"{name}: saved at step {saved_at}; the same command goes on from there",
-                    )
+                    raise Interrupted(self._signal, self._farewell())
         finally:
             for signum, handler in old.items():
                 signal.signal(signum, handler)
-            show.finish()
+            line.finish()
             log.close()
             if log.rows:
                 plot_losses(log.rows, self.folder / "loss.png", self.stage.name)
@@ -133,10 +130,10 @@ class Trainer:
         """One optimizer step; a non-finite loss or gradient skips the update."""
         begin = time.perf_counter()
         stage, at = self.stage, self.progress
-        tokens = batch_tokens_at(stage, at["step"], at["tokens"])
-        lr = lr_at(stage, at["step"], at["tokens"])
+        tokens = batch_tokens_at(stage, at.step, at.tokens)
+        lr = lr_at(stage, at.step, at.tokens)
         micro_batches = tokens // stage.seq_len
-        packs = [self.stream.pack(at["pack"] + i) for i in range(micro_batches)]
+        packs = [self.stream.pack(at.pack + i) for i in range(micro_batches)]
         labels = sum(int((pack.labels >= 0).sum()) for pack in packs)
 
         self.model.train()
@@ -159,23 +156,23 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            at["bad_in_a_row"] = 0
+            at.bad_in_a_row = 0
         else:
-            at["bad_in_a_row"] += 1
-            at["skipped"] += 1
-        at["step"] += 1
-        at["tokens"] += tokens
-        at["pack"] += micro_batches
+            at.bad_in_a_row += 1
+            at.skipped += 1
+        at.step += 1
+        at.tokens += tokens
+        at.pack += micro_batches
         seconds = time.perf_counter() - begin
-        at["seconds"] += seconds
+        at.seconds += seconds
         row: Row = {
-            "step": at["step"],
-            "tokens": at["tokens"],
+            "step": at.step,
+            "tokens": at.tokens,
             "loss": float(loss),
             "auxiliary_loss": float(auxiliary),
             "lr": lr,
             "grad_norm": float(norm),
-            "skipped": at["skipped"],
+            "skipped": at.skipped,
             "tokens_per_second": tokens / seconds,
             **stats.summary(),
         }
@@ -198,32 +195,47 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of this moment."""
-        progress: dict[str, Any] = {**self.progress, "data": self.data}
+        progress = {**asdict(self.progress), "data": self.data}
         return save_checkpoint(
             self.checkpoints,
-            int(self.progress["step"]),
+            self.progress.step,
             self.model,
             self.optimizer,
             progress,
             self.stage.keep_checkpoints,
         )
 
+    def _save_if_due(self) -> None:
+        """Save on schedule, at the end and on a signal; but not amid bad steps, whose cause may
+        lie in the last good one, lest they push out the checkpoint before it."""
+        scheduled = self.progress.step % self.stage.checkpoint_every == 0
+        due = (scheduled or self._signal is not None) and self.progress.bad_in_a_row == 0
+        if due or self._done():
+            self.save()
+
+    def _farewell(self) -> str:
+        assert self._signal is not None
+        good = latest_checkpoint(self.checkpoints)
+        step = good and int(good.name.removeprefix("step-"))
+        what = "nothing was saved yet" if good is None else f"saved at step {step}"
+        return f"{signal.Signals(self._signal).name}: {what}; the same command goes on from there"
+
     def _done(self) -> bool:
         budget = self.stage.budget
         if budget.steps is not None:
-            return self.progress["step"] >= budget.steps
+            return self.progress.step >= budget.steps
         assert budget.tokens is not None
-        return self.progress["tokens"] >= budget.tokens
+        return self.progress.tokens >= budget.tokens
 
-    def _time_left(self, row: Row) -> tuple[float, float]:
+    def _time_left(self) -> tuple[float, float]:
         """Share of the budget done, and seconds left at the mean speed so far."""
         budget = self.stage.budget
         if budget.steps is not None:
-            share = self.progress["step"] / budget.steps
+            share = self.progress.step / budget.steps
         else:
             assert budget.tokens is not None
-            share = self.progress["tokens"] / budget.tokens
-        return min(share, 1.0), self.progress["seconds"] * max(1 / share - 1, 0)
+            share = self.progress.tokens / budget.tokens
+        return min(share, 1.0), self.progress.seconds * max(1 / share - 1, 0)
 
     def _non_finite(self, loss: float, norm: float) -> str | None:
         if not math.isfinite(loss):
@@ -239,13 +251,13 @@ class Trainer:
         return None
 
     def _stop_if_diverging(self, row: Row) -> None:
-        if self.progress["bad_in_a_row"] >= self.stage.max_bad_steps:
+        if self.progress.bad_in_a_row >= self.stage.max_bad_steps:
             good = latest_checkpoint(self.checkpoints)
             where = f"the last good checkpoint is {good}" if good else "no checkpoint was saved yet"
             raise Diverged(
                 f"{self.stage.max_bad_steps} steps in a row were skipped, the last because "
                 f"{row['bad']}; {where}. Lower the learning rate, or look at the data of "
-                f"packs before {self.progress['pack']}"
+                f"packs before {self.progress.pack}"
             )
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """What a run writes down while it trains: one JSON row per step, a live line, a plot."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -51,7 +52,7 @@ def read_metrics(path: Path) -> list[Row]:
     return rows
 
 
-class Progress:
+class LiveLine:
     """A live line: step, loss, tokens/s, time left.
 
     On a terminal the line is rewritten; elsewhere one is printed every `interval` seconds.
@@ -62,7 +63,7 @@ class Progress:
         self.out = out or sys.stderr
         self.live = self.out.isatty()
         self.interval = 0.2 if self.live else interval
-        self._last = 0.0
+        self._last = -math.inf
 
     def update(self, row: Row, share: float, seconds_left: float) -> None:
         """Show a step.
@@ -109,9 +110,9 @@ def plot_losses(rows: list[Row], path: Path, title: str) -> None:
     """Training loss by step, smoothed too, with the validation losses, as a PNG."""
     from matplotlib.figure import Figure  # slow to import
 
-    rows = [row for row in rows if row["loss"] is not None]
-    steps = [row["step"] for row in rows]
-    losses = [row["loss"] for row in rows]
+    finite = [row for row in rows if row["loss"] is not None]
+    steps = [row["step"] for row in finite]
+    losses = [row["loss"] for row in finite]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, losses, color="0.75", linewidth=0.8, label="training, each step")
