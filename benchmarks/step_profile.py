@@ -9,7 +9,6 @@ outside kernels, which bounds what all Python-level loops together cost.
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from sferic.config import load_recipe
 from sferic.data import PackStream
 from sferic.nn import HybridModel
-from sferic.runner import prepare_stores, prepare_tokenizer
+from sferic.runner import machine, prepare_stores, prepare_tokenizer
 from sferic.train import Trainer
 
 
@@ -55,18 +54,8 @@ def measure(recipe_name: str, steps: int) -> dict[str, Any]:
         "steps": steps,
         "kernel_share": {name: round(share[name], 4) for name in list(share)[:12]},
         "outside_kernels": round(1 - sum(share.values()), 4),
-        "device": f"{_processor()}, {torch.get_num_threads()} threads",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "machine": machine(torch.device("cpu")),
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def main() -> None:

@@ -13,8 +13,10 @@ command goes on after any interruption:
 """
 
 import json
+import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice, pairwise
@@ -61,6 +63,7 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
         ValueError: the folder holds another recipe's run, or the data does not serve.
         Interrupted, Diverged: from training.
     """
+    begin = time.perf_counter()
     where = find_device(device)
     _claim(out, recipe)
     tokenizer = prepare_tokenizer(recipe, out, say)
@@ -69,7 +72,7 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
     for stage in recipe.stages:
         model = run_stage(recipe, stage, stores, tokenizer, out, where, model, say)
     assert model is not None
-    return finish(recipe, model, tokenizer, stores, out, where, say)
+    return finish(recipe, model, tokenizer, stores, out, where, begin, say)
 
 
 def find_device(name: str | None) -> torch.device:
@@ -205,6 +208,7 @@ def finish(
     stores: dict[str, TokenStore],
     out: Path,
     device: torch.device,
+    begin: float,
     say: Say,
 ) -> dict[str, Any]:
     """Save the weights, load them again, score the held-out text and continue the prompt."""
@@ -221,16 +225,19 @@ def finish(
         stage = recipe.stages[-1]
         say("scoring the held-out text")
         scores = compression(loaded, tokenizer, stores["train"], stores["heldout"], stage.seq_len)
-        report = {"bits_per_byte": asdict(scores), "stages": {}}
+        report = {"bits_per_byte": asdict(scores), "stages": {}, "machine": machine(device)}
         for s in recipe.stages:
             rows = read_metrics(out / s.name / "metrics.jsonl")
             report["stages"][s.name] = {
                 "steps": rows[-1]["step"],
                 "tokens": rows[-1]["tokens"],
-                "training_seconds": _seconds(rows),
+                "training_seconds": round(_seconds(rows), 1),
+                "tokens_per_second": round(rows[-1]["tokens"] / _seconds(rows)),
                 "validation_loss": rows[-1]["validation_loss"],
                 "skipped": rows[-1]["skipped"],
             }
+        # of this call; a run that was interrupted had others before it
+        report["seconds"] = round(time.perf_counter() - begin, 1)
         write_file(report_file, (json.dumps(report, indent=2) + "\n").encode())
     _print_scores(report["bits_per_byte"], say)
     if recipe.prompt:
@@ -249,6 +256,22 @@ def _seconds(rows: list[dict[str, Any]]) -> float:
     return sum(
         (b - a) / row["tokens_per_second"] for row, (a, b) in zip(rows, pairwise(ends), strict=True)
     )
+
+
+def machine(device: torch.device) -> dict[str, str | int]:
+    """What a measurement ran on."""
+    name = platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif (info := Path("/proc/cpuinfo")).exists():
+        models = [x for x in info.read_text().splitlines() if x.startswith("model name")]
+        name = models[0].split(":", 1)[1].strip() if models else name
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _print_scores(scores: dict[str, float], say: Say) -> None:

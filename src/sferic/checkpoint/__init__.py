@@ -1,6 +1,6 @@
 """Models and training state on disk."""
 
-from sferic.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
+from sferic.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint, step_of
 from sferic.checkpoint.weights import load, load_tokenizer, read_config, save
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "read_config",
     "save",
     "save_checkpoint",
+    "step_of",
 ]

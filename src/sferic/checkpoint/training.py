@@ -65,6 +65,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return (_complete(folder) or [None])[-1]
 
 
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step after which a checkpoint was saved."""
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from types import FrameType
 
 import torch
 
-from sferic.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from sferic.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, step_of
 from sferic.config import Stage, batch_tokens_at, lr_at
 from sferic.data import Pack, PackStream
 from sferic.nn import Batch, HybridModel
@@ -216,8 +216,7 @@ class Trainer:
     def _farewell(self) -> str:
         assert self._signal is not None
         good = latest_checkpoint(self.checkpoints)
-        step = good and int(good.name.removeprefix("step-"))
-        what = "nothing was saved yet" if good is None else f"saved at step {step}"
+        what = f"saved at step {step_of(good)}" if good else "nothing was saved yet"
         return f"{signal.Signals(self._signal).name}: {what}; the same command goes on from there"
 
     def _done(self) -> bool:
