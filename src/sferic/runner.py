@@ -231,7 +231,7 @@ def finish(
             report["stages"][s.name] = {
                 "steps": rows[-1]["step"],
                 "tokens": rows[-1]["tokens"],
-                "training_seconds": round(_seconds(rows), 1),
+                "training_seconds": _seconds(rows),
                 "tokens_per_second": round(rows[-1]["tokens"] / _seconds(rows)),
                 "validation_loss": rows[-1]["validation_loss"],
                 "skipped": rows[-1]["skipped"],
