@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 CORPUS ?= stdlib
+OUT ?= runs/demo
 
 demo: $(VENV)/.installed
-	$(VENV)/bin/sferic run demo --out runs/demo --set data.corpus=$(CORPUS)
+	$(VENV)/bin/sferic run demo --out "$(OUT)" --set 'data.corpus="$(CORPUS)"'
 
 test: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -n 2

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from sferic.config import load_recipe
 from sferic.data import PackStream
 from sferic.nn import HybridModel
-from sferic.runner import machine, prepare_stores, prepare_tokenizer
+from sferic.runner import machine, prepare
 from sferic.train import Trainer
 
 
@@ -31,10 +31,9 @@ def measure(recipe_name: str, steps: int) -> dict[str, Any]:
     stage = recipe.stages[0]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        tokenizer = prepare_tokenizer(recipe, out, print)
-        stores = prepare_stores(recipe, tokenizer, out, print)
+        run = prepare(recipe, out, "cpu", print)
         model = HybridModel(recipe.model).init_weights(recipe.seed)
-        stream = PackStream(stores["train"], stage.seq_len, recipe.seed, tokenizer.pad_id)
+        stream = PackStream(run.train, stage.seq_len, recipe.seed, run.tokenizer.pad_id)
         trainer = Trainer(stage, model, stream, [], out, torch.device("cpu"))
         for _ in range(3):
             trainer.step()

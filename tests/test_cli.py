@@ -227,8 +227,8 @@ def test_generation_streams(finished: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(sys, "stdout", Out())
     main(["generate", "--model", str(finished / "model"), "--prompt", "x", "--max-new-tokens", "9"])
-    assert events[:2] == ["x", "<flush>"]
-    assert events.count("<flush>") >= 10
+    assert events[0].startswith("x")
+    assert events.count("<flush>") >= 9
     assert all(b == "<flush>" for a, b in zip(events[:-1:2], events[1::2], strict=True))
 
 

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import pytest
 import typer.main
 
-from sferic.cli import app
+from sferic.cli import app, main
 from sferic.config import load_model, load_recipe
+from sferic.runner import run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -103,3 +106,43 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     local = [t for t in targets if "://" not in t and not t.startswith("mailto:")]
     missing = [t for t in local if not (page.parent / t).exists()]
     assert not missing
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where `runs/demo` is a finished run, of the tiny model."""
+    folder = tmp_path_factory.mktemp("readme")
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for name in ("bisect", "heapq", "keyword", "queue", "sched", "stat"):
+        shutil.copy(Path(sysconfig.get_path("stdlib"), f"{name}.py"), corpus)
+    changes = [
+        f"data.corpus={corpus}", "data.heldout=0.3", "tokenizer.vocab_size=400", "prompt=",
+        "stages.0.budget.steps=2", "stages.0.batch.0.tokens=256",
+    ]  # fmt: skip
+    run(load_recipe("tiny", changes), folder / "runs" / "demo", "cpu", lambda line: None)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_blocks_run(
+    page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace)
+    code = [text for language, text in blocks(page) if language == "python"]
+    assert code
+    for text in code:
+        exec(compile(text, str(page), "exec"), {})
+
+
+def test_the_quick_commands_run_in_the_order_of_the_page(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but `run`, whose recipes run shrunk elsewhere."""
+    monkeypatch.chdir(workplace)
+    readme = (ROOT / "README.md").read_text("utf-8")
+    lines = [line for line in readme.splitlines() if line.startswith("sferic ")]
+    quick = [line for line in lines if not line.startswith("sferic run ")]
+    assert len(quick) >= 5
+    for line in quick:
+        main(shlex.split(line.replace("/tmp/", f"{tmp_path}/"))[1:])

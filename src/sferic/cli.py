@@ -1,6 +1,8 @@
 """The command line: one verb per thing a user does."""
 
 import json
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from sferic.config import (
-    ConfigError,
     Sizes,
     load_model,
     load_recipe,
@@ -31,6 +32,7 @@ app.add_typer(tokenizer_app, name="tokenizer")
 # the parser's base class of wrong command lines, which typer doesn't export
 UsageError: Any = typer.BadParameter.__mro__[1]
 
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: cuda if there is one].")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Change one field of the config; repeatable."),
@@ -73,9 +75,7 @@ def run(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or a TOML or JSON file.")],
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/RECIPE].")] = None,
     overrides: Overrides = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ... [default: cuda if there is one].")
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Train a recipe's stages, score the result and let it write; continues an interrupted run."""
     loaded = load_recipe(recipe, overrides or ())
@@ -83,13 +83,22 @@ def run(
 
     folder = out or Path("runs") / Path(recipe).stem
     run_recipe(loaded, folder, device, typer.echo)
-    stage = loaded.stages[-1].name
+    stage, me = loaded.stages[-1].name, _my_name()
     typer.echo(
         f"Weights are in {folder / 'model'}, losses in {folder / stage / 'loss.png'}. Next:\n"
-        f"  sferic generate --model {folder / 'model'} --prompt 'import os'\n"
-        f"  sferic info demo\n"
-        f"  sferic run demo --out runs/longer --set stages.0.budget.steps=2000"
+        f"  {me} generate --model {folder / 'model'} --prompt 'import os'\n"
+        f"  {me} info {recipe}\n"
+        f"  {me} run {recipe} --out runs/longer --set stages.0.budget.steps=2000"
     )
+
+
+def _my_name() -> str:
+    """What to type to run this program again from here."""
+    program = Path(sys.argv[0])
+    if program.name != "sferic":
+        return "sferic"
+    found = shutil.which("sferic")
+    return "sferic" if found and Path(found).samefile(program) else os.path.relpath(program)
 
 
 @app.command()
@@ -100,13 +109,16 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set this probable.")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
-    device: Annotated[str, typer.Option()] = "cpu",
+    device: Device = None,
 ) -> None:
     """Continue a prompt; the text streams to the terminal."""
     from sferic.checkpoint import load, load_tokenizer
-    from sferic.runner import continue_text, find_device
+    from sferic.infer import continue_text
+    from sferic.runner import find_device
+    from sferic.train import compute_dtype
 
-    loaded = load(model, device=str(find_device(device)))
+    where = find_device(device)
+    loaded = load(model, device=str(where), dtype=compute_dtype("auto", where))
     tokenizer = load_tokenizer(model)
     for text in continue_text(
         loaded,
@@ -195,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _explain(error: Exception) -> tuple[int | None, str]:
     """Exit code and line of an error that is the user's to mend; code None for any other."""
-    if isinstance(error, ConfigError | ValueError | OSError):
+    if isinstance(error, ValueError | OSError):
         return 2, str(error)
     from sferic.train import Diverged, Interrupted
 

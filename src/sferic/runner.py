@@ -17,9 +17,9 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from itertools import islice, pairwise
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ import torch
 from sferic.checkpoint import load, save
 from sferic.config import ConfigError, PretrainStage, Recipe, dump
 from sferic.data import (
-    IncrementalDecoder,
     PackStream,
     Tokenizer,
     TokenStore,
@@ -40,14 +39,27 @@ from sferic.data import (
 )
 from sferic.data.files import write_file
 from sferic.evals import compression
-from sferic.infer import generate_stream
+from sferic.infer import continue_text
 from sferic.nn import HybridModel
-from sferic.train import Trainer, read_metrics
+from sferic.train import Trainer
 
 VALIDATION_PACKS = 8
 SAMPLE_TOKENS = 120
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every step of a run needs."""
+
+    recipe: Recipe
+    out: Path
+    device: torch.device
+    say: Say  # prints a line
+    tokenizer: Tokenizer
+    train: TokenStore
+    heldout: TokenStore
 
 
 def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) -> dict[str, Any]:
@@ -64,15 +76,38 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
         Interrupted, Diverged: from training.
     """
     begin = time.perf_counter()
+    this = prepare(recipe, out, device, say)
+    model: HybridModel | None = None
+    stages: dict[str, Any] = {}
+    for stage in recipe.stages:
+        model, stages[stage.name] = run_stage(this, stage, model)
+    assert model is not None
+    loaded = save_weights(this, model)
+    report_file = out / "report.json"
+    if report_file.exists():
+        report: dict[str, Any] = json.loads(report_file.read_text("utf-8"))
+    else:
+        report = {
+            "bits_per_byte": score(this, loaded),
+            "stages": stages,
+            "machine": machine(this.device),
+            # of this call; a run that was interrupted had others before it
+            "seconds": round(time.perf_counter() - begin, 1),
+        }
+        write_file(report_file, (json.dumps(report, indent=2) + "\n").encode())
+    _print_scores(report["bits_per_byte"], say)
+    if recipe.prompt:
+        show_continuation(this, loaded)
+    return report
+
+
+def prepare(recipe: Recipe, out: Path, device: str | None, say: Say) -> Run:
+    """Take the folder, and make tokenizer and token stores or find them there."""
     where = find_device(device)
     _claim(out, recipe)
     tokenizer = prepare_tokenizer(recipe, out, say)
-    stores = prepare_stores(recipe, tokenizer, out, say)
-    model: HybridModel | None = None
-    for stage in recipe.stages:
-        model = run_stage(recipe, stage, stores, tokenizer, out, where, model, say)
-    assert model is not None
-    return finish(recipe, model, tokenizer, stores, out, where, begin, say)
+    train, heldout = prepare_stores(recipe, tokenizer, out, say)
+    return Run(recipe, out, where, say, tokenizer, train, heldout)
 
 
 def find_device(name: str | None) -> torch.device:
@@ -137,125 +172,101 @@ def prepare_tokenizer(recipe: Recipe, out: Path, say: Say) -> Tokenizer:
 
 def prepare_stores(
     recipe: Recipe, tokenizer: Tokenizer, out: Path, say: Say
-) -> dict[str, TokenStore]:
+) -> tuple[TokenStore, TokenStore]:
     """The training and held-out token stores, written on the first run and verified after."""
-    names = ("train", "heldout")
-    paths = {name: out / "data" / name for name in names}
-    if not all(path.exists() for path in paths.values()):
+    paths = [out / "data" / "train", out / "data" / "heldout"]
+    if not all(path.exists() for path in paths):
         sides = split(read_corpus(recipe.data.corpus), recipe.data.heldout, recipe.seed)
-        for name, documents in zip(names, sides, strict=True):
-            shutil.rmtree(paths[name], ignore_errors=True)
+        for path, documents in zip(paths, sides, strict=True):
+            shutil.rmtree(path, ignore_errors=True)
             store = write_store(
-                paths[name],
+                path,
                 tokenize(documents, tokenizer),
                 tokenizer_hash=tokenizer.hash,
                 vocab_size=tokenizer.vocab_size,
             )
             size = sum(len(d.text.encode()) for d in documents)
             say(
-                f"{name}: {len(store):,} documents, {size / 1e6:.2f} MB, {store.num_tokens:,} "
+                f"{path.name}: {len(store):,} documents, {size / 1e6:.2f} MB, {store.num_tokens:,} "
                 f"tokens ({size / store.num_tokens:.2f} bytes each)"
             )
-    stores = {name: TokenStore(path) for name, path in paths.items()}
-    for store in stores.values():
+    train, heldout = (TokenStore(path) for path in paths)
+    for store in (train, heldout):
         store.verify()
         if store.tokenizer_hash != tokenizer.hash:
             raise ValueError(
                 f"{store.path} was made with another tokenizer than {out / 'tokenizer.json'}; "
                 "delete the folder to make it again"
             )
-    return stores
+    return train, heldout
 
 
 def run_stage(
-    recipe: Recipe,
-    stage: PretrainStage,
-    stores: dict[str, TokenStore],
-    tokenizer: Tokenizer,
-    out: Path,
-    device: torch.device,
-    before: HybridModel | None,
-    say: Say,
-) -> HybridModel:
-    """Train one stage, from the model of the stage before it or from fresh weights."""
-    config = recipe.model
+    this: Run, stage: PretrainStage, before: HybridModel | None
+) -> tuple[HybridModel, dict[str, Any]]:
+    """Train one stage, from the model of the stage before it or from fresh weights.
+
+    Returns:
+        The model and the stage's part of the report.
+    """
+    config = this.recipe.model
     if stage.rope_base is not None:
         config = config.model_copy(update={"rope_base": stage.rope_base})
-    model = HybridModel(config).init_weights(recipe.seed)
+    model = HybridModel(config).init_weights(this.recipe.seed)
     if before is not None:
         model.load_state_dict(before.state_dict())
-    model.to(device)
-    stream = PackStream(stores["train"], stage.seq_len, recipe.seed, tokenizer.pad_id)
-    heldout = heldout_packs(stores["heldout"], stage.seq_len, tokenizer.pad_id)
-    packing = stream.report()
+    model.to(this.device)
+    pad_id = this.tokenizer.pad_id
+    stream = PackStream(this.train, stage.seq_len, this.recipe.seed, pad_id)
+    heldout = islice(heldout_packs(this.heldout, stage.seq_len, pad_id), VALIDATION_PACKS)
+    folder = this.out / stage.name
+    trainer = Trainer(stage, model, stream, list(heldout), folder, this.device)
     parameters = sum(p.numel() for p in model.parameters())
-    trainer = Trainer(
-        stage, model, stream, list(islice(heldout, VALIDATION_PACKS)), out / stage.name, device
-    )
     precision = "bf16" if model.compute_dtype is torch.bfloat16 else "fp32"
-    say(
-        f"{stage.name}: {parameters / 1e6:.2f} M parameters in {precision} on {device.type}, "
-        f"packs of {stage.seq_len:,} tokens {packing['fill']:.1%} full"
+    this.say(
+        f"{stage.name}: {parameters / 1e6:.2f} M parameters in {precision} on "
+        f"{this.device.type}, packs of {stage.seq_len:,} tokens {stream.report()['fill']:.1%} full"
     )
-    trainer.run()
-    return model
+    last = trainer.run()[-1]
+    seconds = trainer.progress.seconds
+    return model, {
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "training_seconds": seconds,
+        "tokens_per_second": round(last["tokens"] / seconds),
+        "validation_loss": last["validation_loss"],
+        "skipped": last["skipped"],
+    }
 
 
-def finish(
-    recipe: Recipe,
-    model: HybridModel,
-    tokenizer: Tokenizer,
-    stores: dict[str, TokenStore],
-    out: Path,
-    device: torch.device,
-    begin: float,
-    say: Say,
-) -> dict[str, Any]:
-    """Save the weights, load them again, score the held-out text and continue the prompt."""
-    folder = out / "model"
-    report_file = out / "report.json"
-    if not (report_file.exists() and folder.exists()):
+def save_weights(this: Run, model: HybridModel) -> HybridModel:
+    """Write the model folder, once; returns the model as read back from it."""
+    folder = this.out / "model"
+    if not (folder / "tokenizer.json").exists():  # written last
         save(model, folder)
-        tokenizer.save(folder / "tokenizer.json")
-    loaded = load(folder, device=str(device))
+        this.tokenizer.save(folder / "tokenizer.json")
+    loaded = load(folder, device=str(this.device))
     loaded.compute_dtype = model.compute_dtype
-    if report_file.exists():
-        report: dict[str, Any] = json.loads(report_file.read_text("utf-8"))
-    else:
-        stage = recipe.stages[-1]
-        say("scoring the held-out text")
-        scores = compression(loaded, tokenizer, stores["train"], stores["heldout"], stage.seq_len)
-        report = {"bits_per_byte": asdict(scores), "stages": {}, "machine": machine(device)}
-        for s in recipe.stages:
-            rows = read_metrics(out / s.name / "metrics.jsonl")
-            report["stages"][s.name] = {
-                "steps": rows[-1]["step"],
-                "tokens": rows[-1]["tokens"],
-                "training_seconds": _seconds(rows),
-                "tokens_per_second": round(rows[-1]["tokens"] / _seconds(rows)),
-                "validation_loss": rows[-1]["validation_loss"],
-                "skipped": rows[-1]["skipped"],
-            }
-        # of this call; a run that was interrupted had others before it
-        report["seconds"] = round(time.perf_counter() - begin, 1)
-        write_file(report_file, (json.dumps(report, indent=2) + "\n").encode())
-    _print_scores(report["bits_per_byte"], say)
-    if recipe.prompt:
-        say(f"\nA continuation of {recipe.prompt!r} by the saved weights:\n")
-        for text in continue_text(
-            loaded, tokenizer, recipe.prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7
-        ):
-            sys.stdout.write(text)
-        sys.stdout.write("\n\n")
-    return report
+    return loaded
 
 
-def _seconds(rows: list[dict[str, Any]]) -> float:
-    """Time spent in optimizer steps, over all resumes."""
-    ends = [0, *(row["tokens"] for row in rows)]
-    return sum(
-        (b - a) / row["tokens_per_second"] for row, (a, b) in zip(rows, pairwise(ends), strict=True)
-    )
+def score(this: Run, model: HybridModel) -> dict[str, float]:
+    """Bits per byte of the held-out text."""
+    this.say("scoring the held-out text")
+    seq_len = this.recipe.stages[-1].seq_len
+    return asdict(compression(model, this.tokenizer, this.train, this.heldout, seq_len))
+
+
+def show_continuation(this: Run, model: HybridModel) -> None:
+    """Let the model write, as it decodes."""
+    prompt = this.recipe.prompt
+    this.say(f"\nA continuation of {prompt!r} by the saved weights:\n")
+    for text in continue_text(
+        model, this.tokenizer, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7
+    ):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n\n")
 
 
 def machine(device: torch.device) -> dict[str, str | int]:
@@ -281,32 +292,3 @@ def _print_scores(scores: dict[str, float], say: Say) -> None:
         say(f"  {name:<16}{scores[key]:.3f}")
     gain = 1 - scores["model"] / scores["unigram"]
     say(f"\nThe model needs {abs(gain):.0%} {'fewer' if gain > 0 else 'more'} bits than unigrams.")
-
-
-def continue_text(
-    model: HybridModel,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-) -> Iterator[str]:
-    """Yield the prompt, then its continuation in pieces of whole characters."""
-    yield prompt
-    ids = tokenizer.encode(prompt) or [tokenizer.end_id]
-    decoder = IncrementalDecoder(tokenizer)
-    for (token,) in generate_stream(
-        model,
-        [ids],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop_ids=(tokenizer.end_id,),
-        vocab_size=tokenizer.vocab_size,
-    ):
-        assert token is not None
-        yield decoder.push(token)
-    yield decoder.flush()

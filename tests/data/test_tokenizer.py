@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from sferic.data import Document, IncrementalDecoder, Tokenizer, tokenize
-from sferic.data.tokenizer import MAX_TOKEN_LENGTH, SPECIAL_TOKENS, SPLIT_PATTERN
+from sferic.data.tokenizer import MAX_TOKEN_LENGTH, SPLIT_PATTERN, special_tokens
+
+SPECIAL_TOKENS = special_tokens(512)
 
 # A fixture that never changes is safe under hypothesis; one per module spares a health check.
 TOKENIZER = Tokenizer.train([Path(__file__).read_text("utf-8")], 400)
@@ -207,3 +209,9 @@ def test_tokenize_closes_each_document(
         assert row[-1] == tokenizer.end_id
         assert tokenizer.end_id not in row[:-1]
         assert tokenizer.decode(row) == document.text
+
+
+def test_a_large_vocabulary_keeps_more_names_for_later() -> None:
+    assert len(special_tokens(32_767)) == 16
+    assert len(special_tokens(200_000)) == 256
+    assert special_tokens(200_000)[:16] == SPECIAL_TOKENS

@@ -112,13 +112,3 @@ def test_model_bits_are_the_sum_over_pieces_with_first_tokens_at_unigram_cost(
             bits -= sum(float(logp[i, t]) for i, t in enumerate(piece[1:])) / math.log(2)
     assert pieces > len(HELDOUT)
     assert found.model == pytest.approx(bits / found.heldout_bytes, rel=1e-10)
-
-
-def test_progress_ends_at_one(
-    model: HybridModel, tokenizer: Tokenizer, stores: tuple[TokenStore, TokenStore]
-) -> None:
-    shares: list[float] = []
-    compression(model, tokenizer, *stores, SEQ_LEN, shares.append)
-    assert shares == sorted(shares)
-    assert len(shares) > 1
-    assert shares[-1] == 1

@@ -95,9 +95,10 @@ def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
 
 
 def ffn(h: Tensor, w: Weights, config: ModelConfig) -> Tensor:
-    w13, w2 = w["ffn.w13"], w["ffn.w2"]
     if isinstance(config.ffn, DenseFFN):
-        return torch.stack([swiglu(x, w13, w2) for x in h])
+        w13 = torch.stack([w["ffn.w1.weight"].T, w["ffn.w3.weight"].T], dim=1)
+        return torch.stack([swiglu(x, w13, w["ffn.w2.weight"].T) for x in h])
+    w13, w2 = w["ffn.w13"], w["ffn.w2"]
     rows = []
     for x in h:
         logits = (w["ffn.router.weight"] @ x).tolist()

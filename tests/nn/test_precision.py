@@ -79,7 +79,7 @@ def test_the_residual_stream_and_the_router_stay_float32(
 
         return hook
 
-    for block in mixed.layers:
+    for block in mixed.layers.values():
         block.register_forward_hook(record("block"))
         block.mixer.register_forward_hook(record("mixer"))  # type: ignore[union-attr]
         block.ffn.router.register_forward_hook(record("router"))  # type: ignore[union-attr]

@@ -194,7 +194,7 @@ def test_routing_counts_by_hand(
     model = make_model(dropping).train()
     batch = with_pads(documents(20, 5), documents(7, seed=1)[0])
     probs: list[Tensor] = []
-    for block in model.layers:
+    for block in model.layers.values():
         block.ffn.router.register_forward_hook(  # type: ignore[union-attr]
             lambda module, args, logits: probs.append(logits.softmax(-1).detach())
         )

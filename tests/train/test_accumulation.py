@@ -14,7 +14,7 @@ from sferic.train.losses import micro_batch_loss
 
 Make = Callable[..., Trainer]
 PAD = 1
-MOE = "model.ffn={kind='moe', size=64, num_experts=4, top_k=2, aux_coef=%s}"
+MOE = "model.ffn={kind='moe', size=64, num_experts=4, top_k=2, capacity_factor=100.0, aux_coef=%s}"
 
 
 class Given(PackStream):

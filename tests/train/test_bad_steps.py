@@ -35,7 +35,7 @@ def poison_input(trainer: Trainer, *steps: int) -> None:
             x[3] = math.nan
         return (x, *args[1:])
 
-    trainer.model.layers[0].register_forward_pre_hook(spoil)
+    trainer.model.layers["0"].register_forward_pre_hook(spoil)
 
 
 def everything(trainer: Trainer) -> list[Tensor]:

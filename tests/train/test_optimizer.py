@@ -34,7 +34,7 @@ def test_three_updates_equal_adamw_by_hand(trainer: Make) -> None:
         "stages.0.lr=[{shape='linear', to=3e-2, length=3}]",
         dtype=torch.float64,
     )
-    weight = made.model.layers[0].get_parameter("ffn.w13")
+    weight = made.model.layers["0"].get_parameter("ffn.w13")
     w, m, v = weight.detach().clone(), torch.tensor(0.0), torch.tensor(0.0)
     for t in (1, 2, 3):
         made.step()

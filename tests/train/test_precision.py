@@ -30,7 +30,7 @@ def test_bf16_trains_float32_weights(trainer: Make) -> None:
     options = ("stages.0.batch=[{tokens=128}]", "stages.0.lr=[{shape='constant', to=5e-3}]")
     made, exact = (trainer(f"stages.0.precision={p}", *options) for p in ("bf16", "fp32"))
     seen = []
-    made.model.layers[0].get_submodule("mixer").register_forward_hook(
+    made.model.layers["0"].get_submodule("mixer").register_forward_hook(
         lambda module, args, out: seen.append(out.dtype)
     )
     rows, exact_rows = ([t.step() for _ in range(12)] for t in (made, exact))
@@ -64,7 +64,7 @@ def test_recomputation_runs_each_block_twice(trainer: Make) -> None:
     for recompute in ("false", "true"):
         made = trainer(f"stages.0.recompute={recompute}")
         count = [0]
-        made.model.layers[2].get_submodule("mixer").register_forward_hook(
+        made.model.layers["2"].get_submodule("mixer").register_forward_hook(
             lambda *_, count=count: count.__setitem__(0, count[0] + 1)
         )
         made.step()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sferic.data.files import publish, sync, temporary
+from sferic.data.files import discard, publish, sync, temporary
 
 PROGRESS_FILE = "progress.json"
 PREFIX = "step-"
@@ -52,11 +52,10 @@ def save_checkpoint(
     (temp / PROGRESS_FILE).write_text(json.dumps(saved), "utf-8")
     for file in temp.iterdir():
         sync(file)
-    if path.exists():  # the step was saved before, by the run this one resumed from
-        shutil.rmtree(path)
+    discard(path)
     publish(path)
     for old in _complete(folder)[:-keep]:
-        shutil.rmtree(old)
+        discard(old)
     return path
 
 
@@ -117,7 +116,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
         tensors[f"model.{name}"] = p.detach()
         state = optimizer.state[p]
         if not state:  # AdamW makes it at its first step
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
         for key, value in state.items():

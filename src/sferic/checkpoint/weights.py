@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from sferic.config import ConfigError, ModelConfig, build, dump
 from sferic.data import Tokenizer
-from sferic.data.files import publish, sync, temporary
+from sferic.data.files import discard, publish, sync, temporary
 from sferic.nn import HybridModel
 
 CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "sferic.json", "model.safetensors", "tokenizer.json"
@@ -19,9 +19,14 @@ CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "sferic.json", "model.safetensors", 
 def save(model: HybridModel, path: str | Path) -> None:
     """Write a model's config and weights to a folder, beside it first and then renamed.
 
-    A `tokenizer.json` in an earlier folder of that name is kept.
+    An earlier model of that name is replaced, but for its `tokenizer.json`.
+
+    Raises:
+        ValueError: something other than a model has that name.
     """
     path = Path(path)
+    if path.exists() and not (path / CONFIG_FILE).is_file():
+        raise ValueError(f"{path} exists and is not a model folder: choose another path")
     folder = temporary(path)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -32,8 +37,7 @@ def save(model: HybridModel, path: str | Path) -> None:
         shutil.copyfile(path / TOKENIZER_FILE, folder / TOKENIZER_FILE)
     for file in folder.iterdir():
         sync(file)
-    if path.exists():
-        shutil.rmtree(path)
+    discard(path)
     publish(path)
 
 

@@ -41,7 +41,7 @@ class MoEFFN(Config):
 
     `capacity_factor` bounds the tokens of one expert in training; None drops no token.
     `aux_norm` is the scale of the load-balancing loss: "paper" is arXiv 2501.08313 taken
-    literally, "switch" is num_experts² larger.
+    literally, "switch" is num_experts²/top_k larger.
     """
 
     kind: Literal["moe"]

@@ -165,7 +165,7 @@ class Stage(Config):
 
 
 class PretrainStage(Stage):
-    """Next-token training on packs of whole documents."""
+    """Next-token training on packs of documents; those longer than a pack are cut."""
 
     kind: Literal["pretrain"]
 

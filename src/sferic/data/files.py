@@ -1,6 +1,7 @@
 """Writing so that nothing is lost: beside the target, flushed to disk, then renamed over it."""
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -23,6 +24,15 @@ def publish(path: Path) -> None:
     sync(temporary(path))
     os.replace(temporary(path), path)
     sync(path.parent)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, if it is there, that a reader may open: its name goes before its files."""
+    doomed = folder.with_name(folder.name + ".old.tmp")
+    if folder.exists():
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)  # also what a process that died here left
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 WINDOW_DOCUMENTS = 1024
 WINDOW_PACKS = 256
 IGNORE = -100
-# Lightning attention works on blocks of this many tokens; see Plan.report.
-BLOCK = 256
+# What the paper's varlen LASP+ pads each document to; only reported.
+PADDING = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Plan:
         per true token (no pack is padded so); ``dropped``, tokens in no pack.
         """
         used = int(self.length.sum())
-        padded = int((-(-self.length // BLOCK) * BLOCK).sum())
+        padded = int((-(-self.length // PADDING) * PADDING).sum())
         return {
             "packs": len(self),
             "fill": used / (len(self) * self.seq_len),

@@ -17,8 +17,10 @@ from sferic.data.sources import Document
 
 END = "<end_of_document>"
 PAD = "<pad>"
-# The reserve lets later stages (chat, tools) name tokens without resizing the embedding.
-SPECIAL_TOKENS = (END, PAD, *(f"<reserved_{i}>" for i in range(14)))
+# The reserve lets later stages (chat, tools) name tokens without resizing the embedding; a small
+# vocabulary can spare fewer.
+RESERVE, SMALL_RESERVE = 254, 14
+LARGE = 32_768
 NUM_BYTES = 256
 # In bytes. Without a limit, whole Chinese sentences and ruled lines become single tokens.
 MAX_TOKEN_LENGTH = 24
@@ -42,6 +44,12 @@ SPLIT_PATTERN = "|".join(
         r"\s+",
     )
 )
+
+
+def special_tokens(vocab_size: int) -> tuple[str, ...]:
+    """End, pad and the reserve of a vocabulary of that size, in the order of their ids."""
+    reserve = RESERVE if vocab_size >= LARGE else SMALL_RESERVE
+    return (END, PAD, *(f"<reserved_{i}>" for i in range(reserve)))
 
 
 class Tokenizer:
@@ -84,11 +92,12 @@ class Tokenizer:
             ValueError: ``vocab_size`` has no room for bytes and special tokens, or the texts are
                 too few to fill it.
         """
-        smallest = NUM_BYTES + len(SPECIAL_TOKENS)
+        special = special_tokens(vocab_size)
+        smallest = NUM_BYTES + len(special)
         if vocab_size < smallest:
             raise ValueError(
                 f"vocab_size is {vocab_size}, it must be at least {smallest}: "
-                f"{NUM_BYTES} bytes and {len(SPECIAL_TOKENS)} special tokens"
+                f"{NUM_BYTES} bytes and {len(special)} special tokens"
             )
         backend = tokenizers.Tokenizer(models.BPE(byte_fallback=False))
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -99,15 +108,13 @@ class Tokenizer:
         )
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size - len(SPECIAL_TOKENS),
+            vocab_size=vocab_size - len(special),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             max_token_length=MAX_TOKEN_LENGTH,
             show_progress=False,
         )
         backend.train_from_iterator(map(_checked, texts), trainer)
-        backend.add_special_tokens(
-            [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
-        )
+        backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
         if backend.get_vocab_size() != vocab_size:
             raise ValueError(
                 f"the texts fill only {backend.get_vocab_size()} of vocab_size={vocab_size} "

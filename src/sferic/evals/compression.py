@@ -3,7 +3,6 @@
 import lzma
 import math
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +39,6 @@ def compression(
     train: TokenStore,
     heldout: TokenStore,
     seq_len: int,
-    progress: Callable[[float], None] = lambda share: None,
 ) -> Compression:
     """Score the held-out store.
 
@@ -53,14 +51,13 @@ def compression(
         train: the store that the unigram model is counted on.
         heldout: the store to score.
         seq_len: tokens of a pack.
-        progress: called with the share done.
     """
     nats = unigram_nats(train, tokenizer.vocab_size)
     ids = np.concatenate([heldout.document(i) for i in range(len(heldout))])
     text = tokenizer.decode(ids.tolist()).encode()
     model.eval()
     device = model.embed_tokens.weight.device
-    total, done = 0.0, 0
+    total = 0.0
     for pack in heldout_packs(heldout, seq_len, tokenizer.pad_id):
         starts = pack.cu_seqlens[:-1]
         firsts = pack.tokens[starts[pack.valid[starts]]]
@@ -68,8 +65,6 @@ def compression(
         batch = Batch.from_pack(pack, device)
         assert batch.labels is not None
         total += float(model.loss(model.hidden(batch)[0], batch.labels))
-        done += int(pack.valid.sum())
-        progress(done / heldout.num_tokens)
 
     def per_byte(nats_or_bits: float) -> float:
         return nats_or_bits / len(text)

@@ -81,6 +81,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop_ids: Collection[int] = (),
+    vocab_size: int | None = None,
 ) -> list[list[int]]:
     """Continuations of prompts (one row of ids, several, or a tensor [B, T]), a list of ids each.
 
@@ -97,6 +98,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop_ids=stop_ids,
+        vocab_size=vocab_size,
     ):
         for ids, token in zip(out, step, strict=True):
             if token is not None:

@@ -1,5 +1,6 @@
 """One layer: a sequence mixer and a feature mixer, each with its norm and residual."""
 
+import torch
 from torch import Tensor, nn
 
 from sferic.config import ModelConfig
@@ -37,7 +38,7 @@ class Block(nn.Module):
         batch: Batch,
         cache: Cache | None = None,
         indices: Tensor | None = None,
-        compute_dtype=None,  # noqa: ANN001
+        compute_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Routing | None]:
         """Map x [T, D] to [T, D]; `indices` repeats an earlier routing."""
         dtype = compute_dtype or x.dtype

@@ -1,5 +1,6 @@
 """What generation remembers: keys and values of softmax layers, states of lightning layers."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from sferic.config import ModelConfig
 from sferic.nn.batch import Batch
+from sferic.nn.mixers import MIXERS
 
 
 class Cache(Protocol):
@@ -46,16 +48,8 @@ class ContiguousCache:
         self.capacity = capacity
         self.device = torch.device(device)
         self.lengths = [0] * rows  # tokens of each row, known to the host
-        G, H, K = config.num_kv_heads, config.num_heads, config.head_dim
-        at_least_float32 = torch.promote_types(dtype, torch.float32)
-        self._tensors: list[tuple[Tensor, ...]] = []
-        for kind in config.mixers:
-            if kind == "softmax":
-                shape = (rows, capacity, G, K)
-                pair = (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-            else:
-                pair = (torch.zeros(rows, H, K, K, dtype=at_least_float32),)
-            self._tensors.append(tuple(t.to(self.device) for t in pair))
+        new = (MIXERS[kind].new_cache(config, rows, capacity, dtype) for kind in config.mixers)
+        self._tensors = [tuple(t.to(self.device) for t in layer) for layer in new]
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         k, v = self._tensors[layer]
@@ -70,10 +64,9 @@ class ContiguousCache:
         self.lengths = [self.lengths[r] for r in rows.tolist()]
 
     def fork(self, slots: Tensor) -> "ContiguousCache":
-        copy = object.__new__(ContiguousCache)
-        copy.__dict__ = dict(self.__dict__)
-        copy.reorder(slots)
-        return copy
+        other = copy.copy(self)
+        other.reorder(slots)
+        return other
 
     def extend(self, sequences: Sequence[Tensor], rows: Sequence[int] | None = None) -> Batch:
         """The batch that appends token sequences [t_i] to rows (default: row i gets sequence i).

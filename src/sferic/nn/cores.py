@@ -9,8 +9,9 @@ from torch import Tensor
 
 from sferic.nn.batch import Batch
 from sferic.ops.attention import decode_attention, packed_attention, prefill_attention
-from sferic.ops.fused import gated_rms_norm, linear_cross_entropy, token_losses
+from sferic.ops.fused import gated_rms_norm, linear_cross_entropy
 from sferic.ops.lightning import lightning_attention, lightning_decode, lightning_prefill
+from sferic.ops.slots import fill_empty_rows
 
 KV = tuple[Tensor, Tensor]
 
@@ -25,11 +26,13 @@ class SoftmaxCore:
         keys, values = cache
         assert batch.slots is not None
         if batch.decode:
-            keys[batch.slots, batch.positions] = k
-            values[batch.slots, batch.positions] = v
-            seen = slice(0, batch.max_context)
-            past_k, past_v = keys[batch.slots, seen], values[batch.slots, seen]
-            return decode_attention(q, past_k, past_v, batch.positions + 1, scale)
+            live, rows, index = fill_empty_rows(batch.slots)
+            at = batch.positions[rows]
+            for cached, new in ((keys, k), (values, v)):
+                cached[index, at] = torch.where(live.any(), new[rows], cached[index, at])
+            past_k, past_v = keys[index, : batch.max_context], values[index, : batch.max_context]
+            o = decode_attention(q[rows], past_k, past_v, at + 1, scale)
+            return torch.where(live[:, None, None], o, 0)
         past = []
         ends, slots = batch.cu_seqlens.tolist(), batch.slots.tolist()
         for slot, a, b in zip(slots, ends, ends[1:], strict=False):
@@ -80,7 +83,3 @@ class Vocabulary:
     def loss(self, h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Summed cross entropy of labels [T] (-100: none), without holding all logits."""
         return linear_cross_entropy(h, weight, labels)
-
-    def token_losses(self, h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy of each token, [T], without gradient."""
-        return token_losses(h, weight, labels)

@@ -47,7 +47,7 @@ class LocalDispatcher:
             valid: [T] bool.
             w13, w2: [E, D, 2, F] and [E, F, D].
             training: leave out pads, and what exceeds the capacity; else every row is computed
-                and nothing waits for the host.
+                and (in bf16, on a GPU) nothing waits for the host.
             capacity_factor: None for dropless.
             indices: an earlier choice to repeat (recompute, replay), or None to choose.
 

@@ -7,25 +7,33 @@ from torch import Tensor, nn
 from sferic.config import DenseFFN, MoEFFN
 from sferic.nn.batch import Batch
 from sferic.nn.dispatch import LocalDispatcher, Routing
+from sferic.nn.init import Draw, Initialised
 from sferic.nn.layers import Linear
 
 
-class Dense(nn.Module):
-    """w2(SiLU(w1 x) * w3 x), with w13 [D, 2, F] and w2 [F, D] laid out as one expert's."""
+class Dense(Initialised):
+    """w2(SiLU(w1 x) * w3 x); w1 and w3 are [F, D], w2 is [D, F]."""
 
     def __init__(self, hidden_size: int, config: DenseFFN) -> None:
         super().__init__()
-        self.w13 = nn.Parameter(torch.empty(hidden_size, 2, config.size))
-        self.w2 = nn.Parameter(torch.empty(config.size, hidden_size))
+        self.w1 = Linear(hidden_size, config.size)
+        self.w3 = Linear(hidden_size, config.size)
+        self.w2 = Linear(config.size, hidden_size)
+
+    def init_weights(self, draw: Draw, gain: float) -> None:
+        """All take the gain."""
+        D, F_ = self.w2.weight.shape
+        draw.xavier("w1.weight", D, F_, gain)
+        draw.xavier("w3.weight", D, F_, gain)
+        draw.xavier("w2.weight", F_, D, gain)
 
     def forward(
         self, x: Tensor, batch: Batch, indices: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        gate, up = (x @ self.w13.to(x.dtype).flatten(1)).chunk(2, dim=-1)
-        return (F.silu(gate) * up) @ self.w2.to(x.dtype), None
+        return self.w2(F.silu(self.w1(x)) * self.w3(x)), None
 
 
-class MoE(nn.Module):
+class MoE(Initialised):
     """A router in at least float32 and E SwiGLU experts, of which each token takes top_k.
 
     Experts' weights: w13 [E, D, 2, F], w2 [E, F, D].
@@ -39,6 +47,13 @@ class MoE(nn.Module):
         self.w13 = nn.Parameter(torch.empty(E, D, 2, F_))
         self.w2 = nn.Parameter(torch.empty(E, F_, D))
         self.dispatcher = LocalDispatcher()
+
+    def init_weights(self, draw: Draw, gain: float) -> None:
+        """Experts take the gain, the router doesn't."""
+        E, F_, D = self.w2.shape
+        draw.xavier("router.weight", D, E)
+        draw.xavier("w13", D, F_, gain)
+        draw.xavier("w2", F_, D, gain)
 
     def forward(
         self, x: Tensor, batch: Batch, indices: Tensor | None = None

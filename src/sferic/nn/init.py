@@ -1,52 +1,41 @@
 """Xavier initialisation with DeepNorm's gain (DeepNet, arXiv 2203.00555; paper section 2)."""
 
+import hashlib
 import math
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
-from sferic.config import ModelConfig
-from sferic.nn.ffn import Dense, MoE
-from sferic.nn.layers import RMSNorm
-from sferic.nn.mixers import LightningMixer, SoftmaxMixer
-
-if TYPE_CHECKING:
-    from sferic.nn.model import HybridModel
+from torch import nn
 
 
-@torch.no_grad()
-def init_weights(model: "HybridModel", config: ModelConfig, seed: int) -> None:
-    """Fill every weight: N(0, gain^2 * 2 / (fan_in + fan_out)) per matrix, norms with 1.
+class Draw:
+    """Fills one module's weights with numbers that depend on (seed, weight's name) alone.
 
-    The gain is `init_gain` for v, output projections and FFN matrices, and 1 elsewhere.  Numbers
-    are drawn on the CPU in float32, so that they don't depend on the device.
+    So a part of a model, on any device, has the numbers that the whole model would have.
     """
-    generator = torch.Generator().manual_seed(seed)
-    gain = config.init_gain
 
-    def xavier(weight: Tensor, fan_in: int, fan_out: int, gain: float = 1.0) -> None:
-        std = gain * math.sqrt(2 / (fan_in + fan_out))
-        weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+    def __init__(self, module: nn.Module, prefix: str, seed: int) -> None:
+        self._module, self._prefix, self._seed = module, prefix, seed
 
-    D, H, G, K = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    xavier(model.embed_tokens.weight, config.vocab_size, D)
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.weight.fill_(1)
-        elif isinstance(module, LightningMixer):
-            xavier(module.qkv_proj.weight, D, H * K)  # q, k and v are three maps of this size
-            module.qkv_proj.weight.view(H, 3, K, D)[:, 2] *= gain
-            xavier(module.gate_proj.weight, D, H * K)
-            xavier(module.out_proj.weight, H * K, D, gain)
-        elif isinstance(module, SoftmaxMixer):
-            xavier(module.q_proj.weight, D, H * K)
-            xavier(module.k_proj.weight, D, G * K)
-            xavier(module.v_proj.weight, D, G * K, gain)
-            xavier(module.out_proj.weight, H * K, D, gain)
-        elif isinstance(module, MoE | Dense):
-            if isinstance(module, MoE):
-                xavier(module.router.weight, D, config.ffn.num_experts)  # type: ignore[union-attr]
-            xavier(module.w13, D, config.ffn.size, gain)
-            xavier(module.w2, config.ffn.size, D, gain)
-    xavier(model.lm_head.weight, D, config.vocab_size)
+    @torch.no_grad()
+    def xavier(self, name: str, fan_in: int, fan_out: int, gain: float = 1.0) -> None:
+        """N(0, gain^2 * 2 / (fan_in + fan_out)), drawn on the CPU in float32."""
+        weight = self._module.get_parameter(name)
+        key = f"{self._seed}:{self._prefix}.{name}".encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+        numbers = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+        weight.copy_(numbers * (gain * math.sqrt(2 / (fan_in + fan_out))))
+
+
+class Initialised(nn.Module):
+    """A module that knows how its own weights begin."""
+
+    def init_weights(self, draw: Draw, gain: float) -> None:
+        """Fill them; `gain` is for v, output projections and FFN matrices, 1 is for others."""
+        raise NotImplementedError
+
+
+def init_weights(model: nn.Module, gain: float, seed: int) -> None:
+    """Begin the weights of all `Initialised` modules of a model."""
+    for name, module in model.named_modules():
+        if isinstance(module, Initialised):
+            module.init_weights(Draw(module, name, seed), gain)

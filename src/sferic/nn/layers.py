@@ -4,27 +4,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sferic.nn.init import Draw, Initialised
 from sferic.ops.fused import rms_norm
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """y = x W^T without bias, in the dtype of x: float32 weights serve bf16 activations."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        super().__init__(in_features, out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+    def reset_parameters(self) -> None:
+        """Leave the weight empty: the model draws it (`init_weights`) or loads it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype))
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Initialised):
     """x / rms(x) * weight over the last dim."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
+
+    def init_weights(self, draw: Draw, gain: float) -> None:
+        """Norms begin at 1."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)

@@ -1,22 +1,29 @@
 """Sequence mixers: one class per kind named in a config's `layer_pattern`.
 
-A new kind needs a class with this constructor and `forward`, and an entry in `MIXERS`.
+A new kind needs a class with these methods and an entry in `MIXERS`; in `config`, its name in the
+pattern, a field of `BranchScale`, and its weights in `sizes`.
 """
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sferic.config import ModelConfig
 from sferic.nn.batch import Batch
-from sferic.nn.cache import Cache
 from sferic.nn.cores import GatedNorm, LightningCore, SoftmaxCore
+from sferic.nn.init import Draw, Initialised
 from sferic.nn.layers import Linear, RMSNorm
 from sferic.ops.attention import rope
 from sferic.ops.lightning import lightning_slopes
 
+if TYPE_CHECKING:
+    from sferic.nn.cache import Cache
 
-class LightningMixer(nn.Module):
+
+class LightningMixer(Initialised):
     """SiLU on q, k and v, lightning attention, joint RMSNorm, sigmoid gate, output projection.
 
     `qkv_proj` holds q, k and v of head 0, then of head 1, ...  The gate reads the block's input.
@@ -37,7 +44,24 @@ class LightningMixer(nn.Module):
         self.core = LightningCore()
         self.gated_norm = GatedNorm()
 
-    def _apply(self, fn, recurse: bool = True):  # noqa: ANN001, ANN202
+    def init_weights(self, draw: Draw, gain: float) -> None:
+        """q, k and v are three maps in one matrix; only v's rows take the gain."""
+        D, width = self.out_proj.weight.shape
+        draw.xavier("qkv_proj.weight", D, width)
+        with torch.no_grad():
+            self.qkv_proj.weight.view(-1, 3, self.head_dim, D)[:, 2] *= gain
+        draw.xavier("gate_proj.weight", D, width)
+        draw.xavier("out_proj.weight", width, D, gain)
+
+    @staticmethod
+    def new_cache(
+        config: ModelConfig, rows: int, capacity: int, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """The states of `rows` sequences of any length: [rows, H, K, V]."""
+        H, K = config.num_heads, config.head_dim
+        return (torch.zeros(rows, H, K, K, dtype=torch.promote_types(dtype, torch.float32)),)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Slopes follow the device but never the dtype: in bf16 late layers would not decay."""
         super()._apply(fn, recurse)
         device = self.out_proj.weight.device
@@ -45,7 +69,7 @@ class LightningMixer(nn.Module):
             self.slopes = self.slopes.to(device)
         return self
 
-    def forward(self, x: Tensor, batch: Batch, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, cache: "Cache | None") -> Tensor:
         qkv = F.silu(self.qkv_proj(x)).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, K]
         q, k, v = qkv.unbind(2)
         state = None if cache is None else cache.state(self.layer)
@@ -53,7 +77,7 @@ class LightningMixer(nn.Module):
         return self.out_proj(self.gated_norm(o, self.gate_proj(x), self.norm.weight, self.norm.eps))
 
 
-class SoftmaxMixer(nn.Module):
+class SoftmaxMixer(Initialised):
     """Causal softmax attention with grouped K/V heads and RoPE on part of each head."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -69,7 +93,24 @@ class SoftmaxMixer(nn.Module):
         self.out_proj = Linear(H * K, D)
         self.core = SoftmaxCore()
 
-    def forward(self, x: Tensor, batch: Batch, cache: Cache | None) -> Tensor:
+    def init_weights(self, draw: Draw, gain: float) -> None:
+        """v and the output projection take the gain."""
+        D, width = self.out_proj.weight.shape
+        kv_width = self.k_proj.weight.shape[0]
+        draw.xavier("q_proj.weight", D, width)
+        draw.xavier("k_proj.weight", D, kv_width)
+        draw.xavier("v_proj.weight", D, kv_width, gain)
+        draw.xavier("out_proj.weight", width, D, gain)
+
+    @staticmethod
+    def new_cache(
+        config: ModelConfig, rows: int, capacity: int, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Keys and values: [rows, capacity, G, K] each."""
+        shape = (rows, capacity, config.num_kv_heads, config.head_dim)
+        return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+
+    def forward(self, x: Tensor, batch: Batch, cache: "Cache | None") -> Tensor:
         heads = (-1, self.head_dim)
         q, k, v = (p(x).unflatten(-1, heads) for p in (self.q_proj, self.k_proj, self.v_proj))
         q = rope(q, batch.positions, self.rope_dim, self.rope_base)

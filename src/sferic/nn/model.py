@@ -10,7 +10,7 @@ from sferic.nn.block import Block
 from sferic.nn.cache import Cache
 from sferic.nn.cores import Vocabulary
 from sferic.nn.dispatch import Routing
-from sferic.nn.init import init_weights
+from sferic.nn.init import Draw, init_weights
 from sferic.nn.layers import Linear, RMSNorm
 
 Routings = list[Routing | None]
@@ -28,7 +28,8 @@ class HybridModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
+        # a dict, so that a part of the layers keeps their names
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.vocabulary = Vocabulary()
@@ -37,7 +38,11 @@ class HybridModel(nn.Module):
 
     def init_weights(self, seed: int) -> "HybridModel":
         """Draw all weights (Xavier, with the config's `init_gain`); the same on every device."""
-        init_weights(self, self.config, seed)
+        init_weights(self, self.config.init_gain, seed)
+        V, D = self.embed_tokens.weight.shape
+        draw = Draw(self, "", seed)
+        draw.xavier("embed_tokens.weight", V, D)
+        draw.xavier("lm_head.weight", D, V)
         return self
 
     def embed(self, batch: Batch) -> Tensor:
@@ -65,8 +70,8 @@ class HybridModel(nn.Module):
         """
         x = self.embed(batch)
         routings: Routings = []
-        for i, block in enumerate(self.layers):
-            indices = None if replay is None else replay[i]
+        for name, block in self.layers.items():
+            indices = None if replay is None else replay[int(name)]
             if self.recompute and self.training and torch.is_grad_enabled():
                 x, routing = self._recomputed(block, x, batch, indices)
             else:

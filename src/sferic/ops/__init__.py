@@ -1,4 +1,7 @@
-"""Tensors in, tensors out: the operators of the hybrid model, each with a slow truth beside it."""
+"""Tensors in, tensors out: the operators of the hybrid model.
+
+The two kinds of attention have a slow, obvious form beside them in `reference.py`, for tests.
+"""
 
 from sferic.ops.attention import packed_attention
 from sferic.ops.fused import linear_cross_entropy

@@ -2,5 +2,6 @@
 
 from sferic.train.loop import Diverged, Interrupted, Trainer
 from sferic.train.metrics import read_metrics
+from sferic.train.precision import compute_dtype
 
-__all__ = ["Diverged", "Interrupted", "Trainer", "read_metrics"]
+__all__ = ["Diverged", "Interrupted", "Trainer", "compute_dtype", "read_metrics"]

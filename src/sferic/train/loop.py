@@ -129,57 +129,71 @@ class Trainer:
     def step(self) -> Row:
         """One optimizer step; a non-finite loss or gradient skips the update."""
         begin = time.perf_counter()
-        stage, at = self.stage, self.progress
-        tokens = batch_tokens_at(stage, at.step, at.tokens)
-        lr = lr_at(stage, at.step, at.tokens)
-        micro_batches = tokens // stage.seq_len
-        packs = [self.stream.pack(at.pack + i) for i in range(micro_batches)]
-        labels = sum(int((pack.labels >= 0).sum()) for pack in packs)
+        tokens = batch_tokens_at(self.stage, self.progress.step, self.progress.tokens)
+        lr = lr_at(self.stage, self.progress.step, self.progress.tokens)
+        packs = self._packs(tokens)
+        loss, auxiliary, stats = self._forward_backward(packs)
+        norm = self._gradient_norm()
+        bad = self._non_finite(loss + auxiliary, norm)
+        if bad is None:
+            self._update(lr, norm)
+        seconds = time.perf_counter() - begin
+        self._count(tokens, len(packs), bad, seconds)
+        row: Row = {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "loss": loss,
+            "auxiliary_loss": auxiliary,
+            "lr": lr,
+            "grad_norm": norm,
+            "skipped": self.progress.skipped,
+            "tokens_per_second": tokens / seconds,
+            **stats.summary(),
+        }
+        row = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        return row if bad is None else {**row, "bad": bad}
 
+    def _packs(self, tokens: int) -> list[Pack]:
+        """The step's micro-batches."""
+        first = self.progress.pack
+        return [self.stream.pack(first + i) for i in range(tokens // self.stage.seq_len)]
+
+    def _forward_backward(self, packs: list[Pack]) -> tuple[float, float, RoutingStats]:
+        """Sum the micro-batches' gradients; cross entropy and auxiliary loss of the step."""
+        labels = max(sum(int((pack.labels >= 0).sum()) for pack in packs), 1)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         stats = RoutingStats()
         loss = auxiliary = torch.zeros((), device=self.device)
         for pack in packs:
             batch = Batch.from_pack(pack, self.device)
-            ce, aux, routings = micro_batch_loss(self.model, batch, max(labels, 1), micro_batches)
+            ce, aux, routings = micro_batch_loss(self.model, batch, labels, len(packs))
             (ce + aux).backward()
             loss, auxiliary = loss + ce.detach(), auxiliary + aux.detach()
             stats.add(routings)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        return float(loss), float(auxiliary), stats
 
-        bad = self._non_finite(float(loss + auxiliary), float(norm))
-        if bad is None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, stage.optimizer.clip_norm, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            at.bad_in_a_row = 0
-        else:
-            at.bad_in_a_row += 1
-            at.skipped += 1
+    def _gradient_norm(self) -> float:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))
+
+    def _update(self, lr: float, norm: float) -> None:
+        """Clip and step."""
+        torch.nn.utils.clip_grads_with_norm_(
+            self.model.parameters(), self.stage.optimizer.clip_norm, torch.tensor(norm)
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    def _count(self, tokens: int, packs: int, bad: str | None, seconds: float) -> None:
+        at = self.progress
         at.step += 1
         at.tokens += tokens
-        at.pack += micro_batches
-        seconds = time.perf_counter() - begin
+        at.pack += packs
         at.seconds += seconds
-        row: Row = {
-            "step": at.step,
-            "tokens": at.tokens,
-            "loss": float(loss),
-            "auxiliary_loss": float(auxiliary),
-            "lr": lr,
-            "grad_norm": float(norm),
-            "skipped": at.skipped,
-            "tokens_per_second": tokens / seconds,
-            **stats.summary(),
-        }
-        row = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        if bad is not None:
-            row["bad"] = bad
-        return row
+        at.skipped += bad is not None
+        at.bad_in_a_row = 0 if bad is None else at.bad_in_a_row + 1
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -206,11 +220,14 @@ class Trainer:
         )
 
     def _save_if_due(self) -> None:
-        """Save on schedule, at the end and on a signal; but not amid bad steps, whose cause may
-        lie in the last good one, lest they push out the checkpoint before it."""
+        """Save at the end, on a signal, and on schedule; but no scheduled save amid bad steps:
+        their cause may lie in the last good one, and the checkpoint before it must stay."""
         scheduled = self.progress.step % self.stage.checkpoint_every == 0
-        due = (scheduled or self._signal is not None) and self.progress.bad_in_a_row == 0
-        if due or self._done():
+        if (
+            self._done()
+            or self._signal is not None
+            or (scheduled and self.progress.bad_in_a_row == 0)
+        ):
             self.save()
 
     def _farewell(self) -> str:

@@ -1,11 +1,13 @@
 """What training minimises, and what it reports about the experts."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from sferic.config import DenseFFN, MoEFFN
+from sferic.config import MoEFFN
 from sferic.nn import Batch, HybridModel, Routing
-from sferic.ops.moe import auxiliary_loss, max_entropy
+from sferic.ops.moe import auxiliary_loss
 
 
 def micro_batch_loss(
@@ -27,23 +29,18 @@ def micro_batch_loss(
     cross_entropy = model.loss(h, batch.labels) / labels
     moe = [r for r in routings if r is not None]
     auxiliary = cross_entropy.new_zeros(())
+    ffn = model.config.ffn
     for routing in moe:
-        auxiliary = auxiliary + balance_loss(routing, model.config.ffn)
+        assert isinstance(ffn, MoEFFN)
+        auxiliary = auxiliary + auxiliary_loss(
+            routing.counts,
+            routing.probs_sum,
+            routing.tokens.clamp(min=1),
+            top_k=ffn.top_k,
+            coef=ffn.aux_coef,
+            norm=ffn.aux_norm,
+        )
     return cross_entropy, auxiliary / micro_batches, moe
-
-
-def balance_loss(routing: Routing, ffn: MoEFFN | DenseFFN) -> Tensor:
-    """The auxiliary loss of one layer and micro-batch."""
-    assert isinstance(ffn, MoEFFN)
-    tokens = routing.tokens.clamp(min=1)
-    return auxiliary_loss(
-        routing.counts,
-        routing.probs_sum,
-        tokens,
-        top_k=ffn.top_k,
-        coef=ffn.aux_coef,
-        norm=ffn.aux_norm,
-    )
 
 
 class RoutingStats:
@@ -60,7 +57,7 @@ class RoutingStats:
         if routings:
             self._counts.append(torch.stack([r.counts for r in routings]))
             self._dropped.append(torch.stack([r.dropped for r in routings]))
-            self._entropy.append(torch.stack([r.entropy_sum for r in routings]).detach())
+            self._entropy.append(torch.stack([r.entropy_sum for r in routings]))
             self._tokens.append(torch.stack([r.tokens for r in routings]))
 
     def summary(self) -> dict[str, float]:
@@ -74,5 +71,5 @@ class RoutingStats:
         return {
             "max_load": float((counts.max(-1).values * counts.shape[-1] / choices).max()),
             "drop_rate": float(torch.stack(self._dropped).sum() / choices.sum()),
-            "router_entropy": float(entropy) / max_entropy(counts.shape[-1]),
+            "router_entropy": float(entropy) / math.log(counts.shape[-1]),
         }

@@ -1,9 +1,13 @@
 """Which dtype the branches of the model compute in."""
 
+from typing import Literal
+
 import torch
 
 
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+def compute_dtype(
+    precision: Literal["auto", "fp32", "bf16"], device: torch.device
+) -> torch.dtype | None:
     """None (the weights' float32) or bfloat16.
 
     Args:

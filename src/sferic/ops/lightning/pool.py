@@ -6,6 +6,7 @@ from torch import Tensor
 
 from sferic.ops.lightning.blocks import lightning_blocks
 from sferic.ops.precision import at_least_float32
+from sferic.ops.slots import fill_empty_rows
 
 
 def lightning_prefill(
@@ -39,6 +40,8 @@ def lightning_prefill(
     """
     if silu:
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
+    if min(slots.tolist(), default=0) < 0:
+        raise ValueError(f"slots {slots.tolist()}: every sequence of a prefill needs a slot")
     ends = cu_seqlens.tolist()
     wanted: dict[int, list[tuple[int, int]]] = {}
     if checkpoints is not None:
@@ -91,11 +94,7 @@ def lightning_decode(
     if silu:
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
     q_, k_, v_ = at_least_float32(q, k, v)
-    live = slots >= 0
-    # an empty row repeats the first live one, so that no two rows write different states
-    first = live.int().argmax()
-    rows = torch.where(live, torch.arange(len(slots), device=slots.device), first)
-    index = slots[rows].clamp(min=0)
+    live, rows, index = fill_empty_rows(slots)
     old = state_pool[index]
     decay = torch.exp(-slopes.to(q_.dtype))[:, None, None]
     new = decay * old.to(q_.dtype) + k_[rows][..., :, None] * v_[rows][..., None, :]

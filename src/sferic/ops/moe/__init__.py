@@ -5,7 +5,6 @@ from sferic.ops.moe.routing import (
     auxiliary_loss,
     expert_counts,
     keep_within_capacity,
-    max_entropy,
     top_k_gates,
 )
 
@@ -14,7 +13,6 @@ __all__ = [
     "expert_counts",
     "grouped_swiglu",
     "keep_within_capacity",
-    "max_entropy",
     "mix_experts",
     "top_k_gates",
 ]

@@ -3,7 +3,7 @@
 Legend: T tokens, E experts, k choices per token, C capacity of an expert.
 """
 
-import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def auxiliary_loss(
     *,
     top_k: int,
     coef: float,
-    norm: str,
+    norm: Literal["paper", "switch"],
 ) -> Tensor:
     """Load-balancing loss of one layer (arXiv 2501.08313, section 2.1).
 
@@ -82,8 +82,3 @@ def auxiliary_loss(
     scale = {"paper": 1 / E, "switch": E / top_k}[norm]
     f = counts.to(probs_sum.dtype) / tokens
     return coef * scale * (f * probs_sum / tokens).sum()
-
-
-def max_entropy(num_experts: int) -> float:
-    """Entropy in nats of a router that spreads evenly."""
-    return math.log(num_experts)

@@ -1,0 +1,38 @@
+"""Text in, text out."""
+
+from collections.abc import Iterator
+
+from sferic.data import IncrementalDecoder, Tokenizer
+from sferic.infer.generate import generate_stream
+from sferic.nn import HybridModel
+
+
+def continue_text(
+    model: HybridModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Yield a prompt and its continuation in pieces of whole characters, to the document's end.
+
+    An empty prompt begins a document.  Other arguments are those of `generate_stream`.
+    """
+    decoder = IncrementalDecoder(tokenizer)
+    for (token,) in generate_stream(
+        model,
+        [tokenizer.encode(prompt) or [tokenizer.end_id]],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop_ids=(tokenizer.end_id,),
+        vocab_size=tokenizer.vocab_size,
+    ):
+        assert token is not None
+        yield prompt + decoder.push(token)
+        prompt = ""
+    yield decoder.flush()

@@ -1,0 +1,22 @@
+"""Rows without a request in a batch over pool slots."""
+
+import torch
+from torch import Tensor
+
+
+def fill_empty_rows(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Let rows of slot -1 repeat the first live row, without waiting for the host.
+
+    Two rows then write one slot, but the same values, so the order of their writes is nothing.
+
+    Args:
+        slots: [S], S >= 1; -1, the only sentinel, marks an empty row.
+
+    Returns:
+        live [S] bool; rows [S], which row's data each row uses; index [S], the slot it touches
+        (0 if no row is live: write back there what you read).
+    """
+    live = slots >= 0
+    first = live.int().argmax()
+    rows = torch.where(live, torch.arange(len(slots), device=slots.device), first)
+    return live, rows, slots[rows].clamp(min=0)
