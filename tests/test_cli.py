@@ -269,3 +269,15 @@ assert callable(sferic.load) and "torch" in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_outside_training_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(corpus: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sferic.data.read_corpus", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        main(["tokenizer", "train", "stdlib", str(tmp_path / "tokenizer.json")])
+    assert stopped.value.code == 130

@@ -185,7 +185,9 @@ def data_pack(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; what a user can mend is one line on stderr and exit code 2."""
     try:
-        app(arguments, standalone_mode=False)
+        code = app(arguments, standalone_mode=False)
+        if isinstance(code, int) and code:  # the parser returns 130 for Ctrl-C
+            sys.exit(code)
         return
     except typer.Exit as error:
         sys.exit(error.exit_code)
