@@ -299,3 +299,12 @@ def test_a_continuation_stays_within_the_tokenizer(whole: Run) -> None:
         model.lm_head.weight[400:] = model.lm_head.weight[:112] * 50
     text = "".join(continue_text(model, tokenizer, "x", max_new_tokens=20, temperature=2.0))
     assert text.startswith("x")
+
+
+def test_a_folder_with_other_files_is_left_alone(whole: Run, tmp_path: Path) -> None:
+    mine = tmp_path / "data" / "train" / "mine.csv"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("precious")
+    with pytest.raises(ConfigError, match="not empty and holds no run"):
+        run(whole.recipe, tmp_path)
+    assert mine.read_text() == "precious"

@@ -136,6 +136,12 @@ def _claim(out: Path, recipe: Recipe) -> None:
                 "choose another folder with --out, or delete this one"
             )
         return
+    # recipe.json.tmp is what a run leaves that died here
+    if out.exists() and any(file.name != "recipe.json.tmp" for file in out.iterdir()):
+        raise ConfigError(
+            f"{out} is not empty and holds no run (no recipe.json): its files could be "
+            "overwritten; choose another folder with --out"
+        )
     out.mkdir(parents=True, exist_ok=True)
     write_file(file, text.encode())
 
@@ -240,9 +246,10 @@ def run_stage(
 
 
 def save_weights(this: Run, model: HybridModel) -> HybridModel:
-    """Write the model folder, once; returns the model as read back from it."""
+    """Write the model folder, unless its run is reported; returns the model read back from it."""
     folder = this.out / "model"
-    if not (folder / "tokenizer.json").exists():  # written last
+    needed = (this.out / "report.json", folder / "model.safetensors", folder / "tokenizer.json")
+    if not all(file.exists() for file in needed):
         save(model, folder)
         this.tokenizer.save(folder / "tokenizer.json")
     loaded = load(folder, device=str(this.device))

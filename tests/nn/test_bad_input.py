@@ -31,3 +31,10 @@ def test_a_cache_row_is_extended_once() -> None:
     with pytest.raises(ValueError, match="different"):
         cache.extend([torch.zeros(2), torch.zeros(2)], rows=[0, 0])
     assert cache.lengths == [0, 0]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (2, 4)])
+def test_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int) -> None:
+    q, k = torch.randn(10, heads, 8), torch.randn(10, kv_heads, 8)
+    with pytest.raises(ValueError, match="G dividing H"):
+        packed_attention(q, k, k, torch.tensor([0, 10]), 10, 0.3)

@@ -220,15 +220,23 @@ class Trainer:
         )
 
     def _save_if_due(self) -> None:
-        """Save at the end, on a signal, and on schedule; but no scheduled save amid bad steps:
-        their cause may lie in the last good one, and the checkpoint before it must stay."""
+        """Save at the end, on a signal, and on schedule; but not amid bad steps, and never weights
+        that aren't finite: the last good checkpoint must stay.
+
+        Raises:
+            Diverged: the end has come with weights that aren't finite.
+        """
         scheduled = self.progress.step % self.stage.checkpoint_every == 0
-        if (
-            self._done()
-            or self._signal is not None
-            or (scheduled and self.progress.bad_in_a_row == 0)
-        ):
+        calm = self.progress.bad_in_a_row == 0 and (scheduled or self._signal is not None)
+        if not (calm or self._done()):
+            return
+        bad = [n for n, p in self.model.named_parameters() if not bool(p.isfinite().all())]
+        if not bad:
             self.save()
+        elif self._done():
+            raise Diverged(
+                f"the stage ends with weights that are not finite: {bad[0]}{self._good()}"
+            )
 
     def _farewell(self) -> str:
         assert self._signal is not None
@@ -268,13 +276,15 @@ class Trainer:
 
     def _stop_if_diverging(self, row: Row) -> None:
         if self.progress.bad_in_a_row >= self.stage.max_bad_steps:
-            good = latest_checkpoint(self.checkpoints)
-            where = f"the last good checkpoint is {good}" if good else "no checkpoint was saved yet"
             raise Diverged(
                 f"{self.stage.max_bad_steps} steps in a row were skipped, the last because "
-                f"{row['bad']}; {where}. Lower the learning rate, or look at the data of "
+                f"{row['bad']}{self._good()}. Lower the learning rate, or look at the data of "
                 f"packs before {self.progress.pack}"
             )
+
+    def _good(self) -> str:
+        good = latest_checkpoint(self.checkpoints)
+        return f"; the last good checkpoint is {good}" if good else "; no checkpoint was saved yet"
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signal = signum

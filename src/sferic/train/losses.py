@@ -71,5 +71,5 @@ class RoutingStats:
         return {
             "max_load": float((counts.max(-1).values * counts.shape[-1] / choices).max()),
             "drop_rate": float(torch.stack(self._dropped).sum() / choices.sum()),
-            "router_entropy": float(entropy) / math.log(counts.shape[-1]),
+            "router_entropy": float(entropy) / max(math.log(counts.shape[-1]), 1e-30),
         }

@@ -38,6 +38,9 @@ def packed_attention(
         o [T, H, K] in the dtype of q, and log-sum-exp [T, H], at least float32.
     """
     check_cu_seqlens(cu_seqlens, len(q))
+    _check_heads(q, k, v)
+    if len(k) != len(q):
+        raise ValueError(f"a pack of {len(q)} queries has {len(k)} keys: they must be as many")
     if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
         n = max_seqlen
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -68,6 +71,7 @@ def attention_piece(
     Returns:
         o [n, H, K], log-sum-exp [n, H].
     """
+    _check_heads(q, k, v)
     if causal and q.shape[0] != k.shape[0]:
         raise ValueError(f"causal needs as many queries as keys, got {len(q)} and {len(k)}")
     if q.device.type == "cpu":
@@ -85,6 +89,18 @@ def attention_piece(
         scores = scores.masked_fill(future, float("-inf"))
     o = torch.einsum("hnm,mhk->nhk", scores.softmax(-1).to(v.dtype), v)
     return o, scores.logsumexp(-1).T
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The library's attention reads past its inputs where these don't hold."""
+    good = q.dim() == k.dim() == 3 and k.shape == v.shape and q.shape[-1] == k.shape[-1]
+    if not good or k.shape[1] == 0 or q.shape[1] % k.shape[1] or not q.dtype == k.dtype == v.dtype:
+        shapes = ", ".join(
+            f"{n} {list(x.shape)} {x.dtype}" for n, x in zip("qkv", (q, k, v), strict=True)
+        )
+        raise ValueError(
+            f"{shapes}: q must be [T, H, K], k and v [T, G, K] with G dividing H, in one dtype"
+        )
 
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:

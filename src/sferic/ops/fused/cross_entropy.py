@@ -19,6 +19,8 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     Returns:
         A scalar.  Divide by the global number of labels, whatever ranks and micro-batches hold.
     """
+    if labels.shape != h.shape[:1]:
+        raise ValueError(f"labels {list(labels.shape)} must be [T] = {list(h.shape[:1])}")
     if torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(h, weight, labels)
     return token_losses(h, weight, labels).sum()

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sferic.ops.lightning.blocks import lightning_blocks
+from sferic.ops.packs import check_cu_seqlens
 from sferic.ops.precision import at_least_float32
 from sferic.ops.slots import fill_empty_rows
 
@@ -40,6 +41,12 @@ def lightning_prefill(
     """
     if silu:
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
+    check_cu_seqlens(cu_seqlens, len(q))
+    if len(slots) != cu_seqlens.numel() - 1 or len(set(slots.tolist())) != len(slots):
+        raise ValueError(
+            f"slots {slots.tolist()} must be a different one for each of the "
+            f"{cu_seqlens.numel() - 1} sequences"
+        )
     if min(slots.tolist(), default=0) < 0:
         raise ValueError(f"slots {slots.tolist()}: every sequence of a prefill needs a slot")
     ends = cu_seqlens.tolist()
@@ -89,6 +96,8 @@ def lightning_decode(
     Returns:
         o [S, H, V] in the dtype of v.
     """
+    if len(slots) != len(q):
+        raise ValueError(f"{len(slots)} slots for {len(q)} rows: each row needs one")
     if len(slots) == 0:
         return v
     if silu:
