@@ -6,7 +6,6 @@ name and renamed when every byte is on disk, so a process killed at any moment l
 complete one.
 """
 
-import hashlib
 import json
 import shutil
 import warnings
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sferic.data.files import discard, publish, sync, temporary
+from sferic.data.files import discard, publish, sha256, sync, temporary
 
 PROGRESS_FILE = "progress.json"
 PREFIX = "step-"
@@ -48,7 +47,7 @@ def save_checkpoint(
     temp.mkdir(parents=True)
     with _one_process():
         state_dict_saver.save(_state(model, optimizer), checkpoint_id=temp, no_dist=True)
-    saved = {"progress": progress, "sha256": {f.name: _sha256(f) for f in temp.iterdir()}}
+    saved = {"progress": progress, "sha256": {f.name: sha256(f) for f in temp.iterdir()}}
     (temp / PROGRESS_FILE).write_text(json.dumps(saved), "utf-8")
     for file in temp.iterdir():
         sync(file)
@@ -81,7 +80,7 @@ def load_checkpoint(
     try:
         saved = json.loads((path / PROGRESS_FILE).read_text("utf-8"))
         for name, digest in saved["sha256"].items():
-            if _sha256(path / name) != digest:
+            if sha256(path / name) != digest:
                 raise ValueError(f"{name} has changed since it was written")
         with _one_process():
             state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
@@ -92,11 +91,6 @@ def load_checkpoint(
             f"the checkpoint {path} can't be read ({reason}); delete it to go on from an "
             "earlier one"
         ) from error
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _one_process() -> warnings.catch_warnings:

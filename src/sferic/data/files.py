@@ -1,5 +1,6 @@
 """Writing so that nothing is lost: beside the target, flushed to disk, then renamed over it."""
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -8,6 +9,12 @@ from pathlib import Path
 def temporary(path: Path) -> Path:
     """The name beside ``path`` under which it is written."""
     return path.with_name(path.name + ".tmp")
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's content, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

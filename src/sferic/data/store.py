@@ -14,7 +14,7 @@ from typing import BinaryIO, get_type_hints
 
 import numpy as np
 
-from sferic.data.files import publish, sync, temporary
+from sferic.data.files import publish, sha256, sync, temporary
 
 VERSION = 1
 TOKENS_FILE, ENDS_FILE, META_FILE = "tokens.bin", "ends.idx", "meta.json"
@@ -168,8 +168,7 @@ class TokenStore:
         """
         expected = {TOKENS_FILE: self.meta.tokens_sha256, ENDS_FILE: self.meta.ends_sha256}
         for name, digest in expected.items():
-            with (self.path / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = sha256(self.path / name)
             if found != digest:
                 raise self._error(f"{name} has sha256 {found} where {META_FILE} has {digest}")
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from sferic.ops.precision import fp32
+
 
 def sample(
     logits: Tensor, *, temperature: float, top_p: float, seed: int, positions: list[int]
@@ -29,7 +31,7 @@ def sample(
         )
     if temperature == 0:
         return logits.argmax(-1)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = fp32(logits.dtype)
     probs = (logits.to(dtype) / temperature).softmax(-1)
     probs, tokens = probs.sort(dim=-1, descending=True, stable=True)
     before = probs.cumsum(-1) - probs

@@ -9,6 +9,7 @@ from sferic.nn.batch import Batch
 from sferic.nn.dispatch import LocalDispatcher, Routing
 from sferic.nn.init import Draw, Initialised
 from sferic.nn.layers import Linear
+from sferic.ops.precision import fp32
 
 
 class Dense(Initialised):
@@ -59,7 +60,7 @@ class MoE(Initialised):
         self, x: Tensor, batch: Batch, indices: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
         """Mix x [T, D]; `indices` [T, k] repeats an earlier routing."""
-        logits = self.router(x.to(torch.promote_types(x.dtype, torch.float32)))
+        logits = self.router(x.to(fp32(x.dtype)))
         return self.dispatcher(
             x,
             logits.softmax(-1),

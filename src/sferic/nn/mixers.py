@@ -18,6 +18,7 @@ from sferic.nn.init import Draw, Initialised
 from sferic.nn.layers import Linear, RMSNorm
 from sferic.ops.attention import rope
 from sferic.ops.lightning import lightning_slopes
+from sferic.ops.precision import fp32
 
 if TYPE_CHECKING:
     from sferic.nn.cache import Cache
@@ -59,7 +60,7 @@ class LightningMixer(Initialised):
     ) -> tuple[Tensor, ...]:
         """The states of `rows` sequences of any length: [rows, H, K, V]."""
         H, K = config.num_heads, config.head_dim
-        return (torch.zeros(rows, H, K, K, dtype=torch.promote_types(dtype, torch.float32)),)
+        return (torch.zeros(rows, H, K, K, dtype=fp32(dtype)),)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Slopes follow the device but never the dtype: in bf16 late layers would not decay."""

@@ -3,11 +3,13 @@
 import math
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import Tensor
 
 from sferic.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, step_of
 from sferic.config import Stage, batch_tokens_at, lr_at
@@ -96,7 +98,7 @@ class Trainer:
         """Train to the end of the budget; returns all metrics rows.
 
         Raises:
-            Interrupted: SIGINT or SIGTERM came; a checkpoint was saved first.
+            Interrupted: SIGINT or SIGTERM came; a checkpoint was saved, unless amid bad steps.
             Diverged: `max_bad_steps` steps in a row were skipped; the last good checkpoint stays.
         """
         log = MetricsLog(self.folder / "metrics.jsonl", self.progress.step)
@@ -230,7 +232,7 @@ class Trainer:
         calm = self.progress.bad_in_a_row == 0 and (scheduled or self._signal is not None)
         if not (calm or self._done()):
             return
-        bad = [n for n, p in self.model.named_parameters() if not bool(p.isfinite().all())]
+        bad = _not_finite(self.model.named_parameters())
         if not bad:
             self.save()
         elif self._done():
@@ -245,31 +247,26 @@ class Trainer:
         return f"{signal.Signals(self._signal).name}: {what}; the same command goes on from there"
 
     def _done(self) -> bool:
+        return self._share() >= 1
+
+    def _share(self) -> float:
+        """Of the budget that is spent; the last step may overshoot a budget of tokens."""
         budget = self.stage.budget
         if budget.steps is not None:
-            return self.progress.step >= budget.steps
+            return self.progress.step / budget.steps
         assert budget.tokens is not None
-        return self.progress.tokens >= budget.tokens
+        return self.progress.tokens / budget.tokens
 
     def _time_left(self) -> tuple[float, float]:
         """Share of the budget done, and seconds left at the mean speed so far."""
-        budget = self.stage.budget
-        if budget.steps is not None:
-            share = self.progress.step / budget.steps
-        else:
-            assert budget.tokens is not None
-            share = self.progress.tokens / budget.tokens
-        return min(share, 1.0), self.progress.seconds * max(1 / share - 1, 0)
+        share = min(self._share(), 1.0)
+        return share, self.progress.seconds * (1 / share - 1)
 
     def _non_finite(self, loss: float, norm: float) -> str | None:
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(norm):
-            names = [
-                name
-                for name, p in self.model.named_parameters()
-                if p.grad is not None and not bool(p.grad.isfinite().all())
-            ]
+            names = _not_finite((n, p.grad) for n, p in self.model.named_parameters())
             where = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
             return f"the gradient of {where} is not finite" if names else f"gradient norm {norm}"
         return None
@@ -288,3 +285,8 @@ class Trainer:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signal = signum
+
+
+def _not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> list[str]:
+    """Names of the tensors that hold an infinity or NaN."""
+    return [name for name, t in tensors if t is not None and not bool(t.isfinite().all())]

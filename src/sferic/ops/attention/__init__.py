@@ -11,6 +11,7 @@ from torch import Tensor
 from sferic.ops.attention.reference import attention_quadratic
 from sferic.ops.attention.rope import rope
 from sferic.ops.packs import check_cu_seqlens
+from sferic.ops.precision import fp32
 
 __all__ = [
     "attention_piece",
@@ -56,7 +57,7 @@ def packed_attention(
         if b > a
     ]
     if not pieces:
-        return q, q.new_zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        return q, q.new_zeros(q.shape[:2], dtype=fp32(q.dtype))
     return torch.cat([o for o, _ in pieces]), torch.cat([lse for _, lse in pieces])
 
 
@@ -82,7 +83,7 @@ def attention_piece(
         return o[0].transpose(0, 1), lse[0].T
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = fp32(q.dtype)
     scores = torch.einsum("nhk,mhk->hnm", q, k).to(dtype) * scale
     if causal:
         future = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
@@ -156,7 +157,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: fl
     L, G = k.shape[1:3]
     q = q.view(S, G, H // G, K)
     beyond = torch.arange(L, device=q.device) >= lengths[:, None]  # [S, L]
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = fp32(q.dtype)
     scores = (q @ k.permute(0, 2, 3, 1)).to(dtype) * scale  # [S, G, H/G, L]
     scores = scores.masked_fill(beyond[:, None, None], float("-inf"))
     o = scores.softmax(-1).to(v.dtype) @ v.permute(0, 2, 1, 3)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from sferic.ops.precision import fp32
+
 
 def rope(x: Tensor, positions: Tensor, rope_dim: int, base: float) -> Tensor:
     """Rotate dims 0 .. R - 1, R = rope_dim, in pairs (i, i + R/2) by positions * base^(-2i/R).
@@ -17,7 +19,7 @@ def rope(x: Tensor, positions: Tensor, rope_dim: int, base: float) -> Tensor:
     Returns:
         [T, heads, K] in the dtype of x.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = fp32(x.dtype)
     exponent = torch.arange(0, rope_dim, 2, device=x.device, dtype=dtype) / rope_dim
     angle = positions.to(dtype)[:, None, None] * base**-exponent  # [T, 1, rope_dim / 2]
     cos, sin = angle.cos(), angle.sin()

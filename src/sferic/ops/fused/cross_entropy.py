@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from sferic.ops.precision import fp32
+
 IGNORE = -100
 CHUNK = 1024
 
@@ -39,7 +41,7 @@ def _chunks(h: Tensor) -> list[slice]:
 
 def _losses(h: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, logits and their log-sum-exp, [n], [n, V] and [n]."""
-    logits = (h @ w.T).to(torch.promote_types(h.dtype, torch.float32))
+    logits = (h @ w.T).to(fp32(h.dtype))
     lse = logits.logsumexp(-1)
     target = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return torch.where(labels == IGNORE, 0, lse - target), logits, lse
@@ -51,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         w = weight.to(h.dtype)
-        total = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
+        total = h.new_zeros((), dtype=fp32(h.dtype))
         dh, dw = torch.empty_like(h), torch.zeros_like(weight)
         for c in _chunks(h):
             losses, logits, lse = _losses(h[c], w, labels[c])

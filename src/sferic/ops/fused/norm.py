@@ -4,10 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sferic.ops.precision import fp32
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps), cast back to the dtype of x, then times weight [D]."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = fp32(x.dtype)
     normed = F.rms_norm(x.to(dtype), x.shape[-1:], None, eps)
     return normed.to(x.dtype) * weight.to(x.dtype)
 

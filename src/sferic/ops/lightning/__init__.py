@@ -10,6 +10,7 @@ from sferic.ops.lightning.blocks import lightning_blocks
 from sferic.ops.lightning.pool import lightning_decode, lightning_prefill
 from sferic.ops.lightning.slopes import lightning_slopes
 from sferic.ops.packs import check_cu_seqlens
+from sferic.ops.precision import fp32
 
 __all__ = ["lightning_attention", "lightning_decode", "lightning_prefill", "lightning_slopes"]
 
@@ -99,7 +100,7 @@ def _sequence(
 
 
 def _zeros(q: Tensor, v: Tensor, sequences: int) -> Tensor:
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = fp32(q.dtype)
     return q.new_zeros(sequences, q.shape[-2], q.shape[-1], v.shape[-1], dtype=dtype)
 
 

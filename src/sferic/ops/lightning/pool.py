@@ -42,13 +42,12 @@ def lightning_prefill(
     if silu:
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
     check_cu_seqlens(cu_seqlens, len(q))
-    if len(slots) != cu_seqlens.numel() - 1 or len(set(slots.tolist())) != len(slots):
+    own, sequences = slots.tolist(), cu_seqlens.numel() - 1
+    if len(own) != sequences or len(set(own)) != sequences or min(own, default=0) < 0:
         raise ValueError(
-            f"slots {slots.tolist()} must be a different one for each of the "
-            f"{cu_seqlens.numel() - 1} sequences"
+            f"slots {own} must be a different one, >= 0, for each of the {sequences} sequences: "
+            "every sequence of a prefill needs a slot"
         )
-    if min(slots.tolist(), default=0) < 0:
-        raise ValueError(f"slots {slots.tolist()}: every sequence of a prefill needs a slot")
     ends = cu_seqlens.tolist()
     wanted: dict[int, list[tuple[int, int]]] = {}
     if checkpoints is not None:
@@ -60,7 +59,7 @@ def lightning_prefill(
                 )
             wanted.setdefault(sequence, []).append((length, slot))
     out = torch.empty_like(v)
-    for n, (slot, known) in enumerate(zip(slots.tolist(), has_state.tolist(), strict=True)):
+    for n, (slot, known) in enumerate(zip(own, has_state.tolist(), strict=True)):
         state = state_pool[slot] if known else torch.zeros_like(state_pool[slot])
         state = state[None].to(torch.promote_types(state.dtype, q.dtype))
         a = ends[n]
