@@ -1,51 +1,45 @@
-"""A model as a folder: `sferic.json`, its config, and `model.safetensors`, in our own names."""
+"""Models on disk: saved, loaded and converted, in three layouts."""
 
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 
-from sferic.config import ConfigError, ModelConfig, build, dump
+from sferic.checkpoint.folder import CONFIG_FILE, PUBLISHED_CONFIG_FILE, ModelFolder
+from sferic.checkpoint.hub import local_folder
+from sferic.checkpoint.layouts import LAYOUTS, Layout, own_tensors, places
+from sferic.checkpoint.progress import ByteLine
+from sferic.checkpoint.published import TRAINING_KEY, to_published
+from sferic.checkpoint.shards import Out, write_shards
+from sferic.config import ModelConfig, dump
 from sferic.data import Tokenizer
 from sferic.data.files import discard, publish, sync, temporary
 from sferic.nn import HybridModel
 
-CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "sferic.json", "model.safetensors", "tokenizer.json"
+SHARD_BYTES = 5_000_000_000
 
-
-def save(model: HybridModel, path: str | Path) -> None:
-    """Write a model's config and weights to a folder, beside it first and then renamed.
-
-    An earlier model of that name is replaced, but for its `tokenizer.json`.
-
-    Raises:
-        ValueError: something other than a model has that name.
-    """
-    path = Path(path)
-    if path.exists() and not (path / CONFIG_FILE).is_file():
-        raise ValueError(f"{path} exists and is not a model folder: choose another path")
-    folder = temporary(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / CONFIG_FILE).write_text(dump(model.config) + "\n", "utf-8")
-    weights = {name: p.detach().cpu().contiguous() for name, p in model.state_dict().items()}
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    if (path / TOKENIZER_FILE).exists():
-        shutil.copyfile(path / TOKENIZER_FILE, folder / TOKENIZER_FILE)
-    for file in folder.iterdir():
-        sync(file)
-    discard(path)
-    publish(path)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def load(path: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> HybridModel:
-    """Read a model that `save` wrote, ready for inference.
+    """Read a model of any layout, ready for inference.
+
+    Weights go straight to their place, one tensor at a time: beside the model, memory holds
+    less than one file.
 
     Args:
-        path: the folder.
+        path: a folder, or `owner/name[@revision]` on the Hugging Face hub (extra `hub`).
         device: where the weights go.
         dtype: of the weights; None keeps the stored one.
 
@@ -53,54 +47,164 @@ def load(path: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = N
         ValueError: the folder is no model, or tensors are missing, unexpected or misshapen; the
             message lists them.
     """
-    path = Path(path)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (path / name).is_file():
-            raise ValueError(f"{path} is not a model folder: it has no {name}")
-    config = read_config(path)
+    folder = ModelFolder(path)
+    dtypes = folder.dtypes()
     with torch.device("meta"):
-        model = HybridModel(config)
-    wanted = model.state_dict()
+        model = HybridModel(folder.config)
     weights = {}
-    try:
-        with safe_open(path / WEIGHTS_FILE, "pt", device=device) as file:
-            found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            _compare(path, {n: list(t.shape) for n, t in wanted.items()}, found)
-            for name in wanted:
-                tensor = file.get_tensor(name)
-                weights[name] = tensor if dtype is None else tensor.to(dtype)
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path / WEIGHTS_FILE} is damaged ({error}); copy or save it again"
-        ) from error
+    total = sum(header.nbytes for header in folder.headers.values())
+    with ByteLine("loading", total) as line:
+        for name, wanted in model.state_dict().items():
+            empty = torch.empty(wanted.shape, dtype=dtype or dtypes[name], device=device)
+            weights[name] = folder.fill(name, empty)
+            line.add(wanted.numel() * dtypes[name].itemsize)
     model.load_state_dict(weights, assign=True)
     model.to(device)  # the slopes, which are no weights
     return model.eval().requires_grad_(False)
 
 
+def save(
+    model: HybridModel,
+    path: str | Path,
+    *,
+    layout: Layout = "sferic",
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a model's config and weights to a folder, beside it first and then renamed.
+
+    An earlier model of that name is replaced, but for its tokenizer's files.
+
+    Args:
+        model: on any device.
+        path: the folder.
+        layout: "sferic" holds every model; "minimax" and "transformers" are what others read, and
+            hold what MiniMax's architecture allows.
+        shard_bytes: no file of weights grows beyond this, unless by a single tensor.
+
+    Raises:
+        ValueError: something other than a model has that name, or the layout can't hold the model.
+    """
+    weights = model.state_dict()
+    content = _Content(
+        config=model.config,
+        dtypes={name: w.dtype for name, w in weights.items()},
+        get=lambda name: weights[name].detach().cpu(),
+        beside=Path(path),
+    )
+    _write(Path(path), content, layout, shard_bytes)
+
+
+def convert(
+    source: str | Path,
+    path: str | Path,
+    *,
+    layout: Layout,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a model folder in another layout or dtype; memory for one file, not for the model.
+
+    The tokenizer's files come along.  Arguments as in `load` and `save`.
+
+    Raises:
+        ValueError: as `load` and `save` do, or the two folders are one.
+    """
+    folder, path = ModelFolder(source), Path(path)
+    if path.exists() and path.samefile(folder.path):
+        raise ValueError(f"{path} is both source and target: choose another path to write to")
+    stored = folder.dtypes()
+    shapes = {name: w.shape for name, w in own_tensors(folder.config).items()}
+    dtypes = {name: dtype or old for name, old in stored.items()}
+
+    content = _Content(
+        config=folder.config,
+        dtypes=dtypes,
+        get=lambda name: folder.fill(name, torch.empty(shapes[name], dtype=dtypes[name])),
+        beside=folder.path,
+        old_config=folder.published_config,
+    )
+    _write(path, content, layout, shard_bytes)
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder (or of a tokenizer.json)."""
-    path = Path(path)
-    return Tokenizer.load(path / TOKENIZER_FILE if path.is_dir() else path)
+    """The tokenizer of a model folder or hub id (or of a tokenizer.json)."""
+    path = local_folder(path, weights=False)
+    return Tokenizer.load(path / "tokenizer.json" if path.is_dir() else path)
 
 
-def read_config(path: str | Path) -> ModelConfig:
-    """The config of a model folder."""
-    file = Path(path) / CONFIG_FILE
+@dataclass(frozen=True)
+class _Content:
+    """What a model folder is written from."""
+
+    config: ModelConfig
+    dtypes: dict[str, torch.dtype]  # of our tensors
+    get: Callable[[str], Tensor]  # one of them, on the CPU
+    beside: Path  # a folder whose tokenizer comes along
+    old_config: dict[str, Any] = field(default_factory=dict)  # an earlier config.json
+
+
+def _write(path: Path, content: _Content, layout: Layout, shard_bytes: int) -> None:
+    name, text = _config_file(content, layout)
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes is {shard_bytes}: a file must have room for a byte")
+    if path.exists() and not _is_ours(path):
+        raise ValueError(f"{path} exists and is not a model that Sferic wrote: choose another path")
+    outs = _outs(content, layout)
+    total = sum(out.nbytes for out in outs)
+    folder = temporary(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     try:
-        data = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a readable config: {error}") from error
-    return build(ModelConfig, data, str(file))
+        free = shutil.disk_usage(folder).free
+        if total > free:
+            raise ValueError(
+                f"{path} needs {total / 1e9:,.1f} GB and the disk has {free / 1e9:,.1f} GB free: "
+                "choose a path on another disk"
+            )
+        (folder / name).write_text(text + "\n", "utf-8")
+        with ByteLine("writing", total) as line:
+            write_shards(folder, outs, content.get, shard_bytes, line)
+        for file in TOKENIZER_FILES:
+            if (content.beside / file).is_file():
+                shutil.copyfile(content.beside / file, folder / file)
+        for file in folder.iterdir():
+            sync(file)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    discard(path)
+    publish(path)
 
 
-def _compare(path: Path, wanted: dict[str, list[int]], found: dict[str, list[int]]) -> None:
-    problems = [f"missing {n}" for n in wanted if n not in found]
-    problems += [f"unexpected {n}" for n in found if n not in wanted]
-    problems += [
-        f"{n} is {found[n]} where the config needs {shape}"
-        for n, shape in wanted.items()
-        if n in found and found[n] != shape
+def _config_file(content: _Content, layout: Layout) -> tuple[str, str]:
+    """Name and text of the config's file."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")
+    if layout == "sferic":
+        return CONFIG_FILE, dump(content.config)
+    dtype = str(content.dtypes["embed_tokens.weight"]).removeprefix("torch.")
+    data = to_published(content.config, layout, dtype, content.old_config)
+    return PUBLISHED_CONFIG_FILE, json.dumps(data, indent=2)
+
+
+def _outs(content: _Content, layout: Layout) -> list[Out]:
+    ours = own_tensors(content.config)
+    return [
+        Out(
+            name,
+            place.ours,
+            place.view,
+            place.view(ours[place.ours]).numel() * content.dtypes[place.ours].itemsize,
+        )
+        for name, place in places(content.config, layout).items()
     ]
-    if problems:
-        raise ValueError(f"{path / WEIGHTS_FILE} does not fit its config: " + "; ".join(problems))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder is a model that may be replaced: published files may not."""
+    if (path / CONFIG_FILE).is_file():
+        return True
+    try:
+        return TRAINING_KEY in json.loads((path / PUBLISHED_CONFIG_FILE).read_text("utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False

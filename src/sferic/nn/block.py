@@ -40,7 +40,11 @@ class Block(nn.Module):
         indices: Tensor | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Routing | None]:
-        """Map x [T, D] to [T, D]; `indices` repeats an earlier routing."""
+        """Map x [T, D] to [T, D] in its own dtype; `indices` repeats an earlier routing.
+
+        The mixer and the FFN run in `compute_dtype` (None: that of x): a residual stream in bf16
+        would round after every branch, three times the error of bf16 branches.
+        """
         dtype = compute_dtype or x.dtype
         h = self.mixer_norm(x)
         residual = h if self.post_norm else x

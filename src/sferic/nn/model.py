@@ -12,6 +12,7 @@ from sferic.nn.cores import Vocabulary
 from sferic.nn.dispatch import Routing
 from sferic.nn.init import Draw, init_weights
 from sferic.nn.layers import Linear, RMSNorm
+from sferic.ops.precision import fp32
 
 Routings = list[Routing | None]
 
@@ -19,8 +20,8 @@ Routings = list[Routing | None]
 class HybridModel(nn.Module):
     """Embedding, blocks, final norm and head; `embed` -> `hidden` -> `head`.
 
-    Written as if one device existed.  `compute_dtype` runs the branches (not the residual stream)
-    in that dtype, with weights cast on use; None computes in the dtype of the weights.
+    Written as if one device existed.  The residual stream is at least float32, the branches run in
+    `compute_dtype`, with weights cast on use; None takes the dtype of the weights.
     `recompute` keeps only each block's input for the backward pass.
     """
 
@@ -69,25 +70,28 @@ class HybridModel(nn.Module):
             Hidden states [T, D] and each layer's routing (None where the FFN is dense).
         """
         x = self.embed(batch)
+        dtype = self.compute_dtype or x.dtype
+        x = x.to(fp32(x.dtype))
         routings: Routings = []
         for name, block in self.layers.items():
             indices = None if replay is None else replay[int(name)]
             if self.recompute and self.training and torch.is_grad_enabled():
-                x, routing = self._recomputed(block, x, batch, indices)
+                x, routing = self._recomputed(block, x, batch, indices, dtype)
             else:
-                x, routing = block(x, batch, cache, indices, self.compute_dtype)
+                x, routing = block(x, batch, cache, indices, dtype)
             routings.append(routing)
-        return self.norm(x).to(self.compute_dtype or x.dtype), routings
+        return self.norm(x).to(dtype), routings
 
+    @staticmethod
     def _recomputed(
-        self, block: nn.Module, x: Tensor, batch: Batch, indices: Tensor | None
+        block: nn.Module, x: Tensor, batch: Batch, indices: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Routing | None]:
         """Run a block that backward computes again, with the experts of this first run."""
         chosen = indices
 
         def run(x: Tensor) -> tuple[Tensor, Routing | None]:
             nonlocal chosen
-            y, routing = block(x, batch, None, chosen, self.compute_dtype)
+            y, routing = block(x, batch, None, chosen, dtype)
             if chosen is None and routing is not None:
                 chosen = routing.indices
             return y, routing

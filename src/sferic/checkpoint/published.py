@@ -1,0 +1,252 @@
+"""`config.json` of published checkpoints: MiniMax's schema and transformers' one, both ways.
+
+MiniMax's serves Text-01 and M1 (`attn_type_list`, `layernorm_*_alpha`), transformers' one the `-hf`
+files (`layer_types`, `*_alpha_factor`).  Fields that change numbers have no defaults here: an
+absent one is an error, since every implementation would guess another value.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sferic.checkpoint.layouts import Layout
+from sferic.config import ConfigError, ModelConfig, MoEFFN, build
+
+Table = dict[str, Any]
+
+ARCHITECTURES = {
+    "MiniMaxText01ForCausalLM": "minimax",
+    "MiniMaxM1ForCausalLM": "minimax",
+    "MiniMaxForCausalLM": "transformers",
+}
+MODEL_TYPES = {
+    "minimax_text_01": "minimax",
+    "minimax_m1": "minimax",
+    "minimax": "transformers",
+}
+# the norm on lightning attention's output: neither schema names its epsilon, both codes have this
+MIXER_NORM_EPS = 1e-6
+# what neither schema can say of a model, under this key of its own
+TRAINING_KEY = "sferic"
+
+_COMMON = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rotary_dim": "rope_dim",
+    "rms_norm_eps": "norm_eps",
+}
+_FFN = {
+    "intermediate_size": "size",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "top_k",
+}
+_SCALES = {
+    "minimax": {
+        "lightning": "layernorm_linear_attention_{}",
+        "softmax": "layernorm_full_attention_{}",
+        "ffn": "layernorm_mlp_{}",
+    },
+    "transformers": {
+        "lightning": "linear_attn_{}_factor",
+        "softmax": "full_attn_{}_factor",
+        "ffn": "mlp_{}_factor",
+    },
+}
+_LAYERS = {
+    "minimax": ("attn_type_list", {0: "lightning", 1: "softmax"}),
+    "transformers": (
+        "layer_types",
+        {"linear_attention": "lightning", "full_attention": "softmax"},
+    ),
+}
+# fields of the published schemas with the only values that mean this architecture
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "tie_word_embeddings": (False,),
+    "sliding_window": (None,),
+    "shared_intermediate_size": (0, [0]),
+    "rope_scaling": (None,),
+    "attention_dropout": (0,),
+    "quantization_config": (None,),
+}
+
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_CARRIED = ("max_position_embeddings", "router_aux_loss_coef")
+
+
+def from_published(data: Table, source: str) -> ModelConfig:
+    """The config of a published model.
+
+    Args:
+        data: a `config.json`, in either schema.
+        source: where it came from; it opens the error.
+
+    Raises:
+        ConfigError: with one line for each field that is missing or means another architecture.
+    """
+    schema = _schema(data, source)
+    problems = [
+        f"{name} = {data[name]!r}: must be {' or '.join(map(repr, good))}"
+        for name, good in _FIXED.items()
+        if name in data and data[name] not in good
+    ]
+    rope_base, rope_problems = _rope_base(data)
+    problems += rope_problems
+    values = {ours: data.get(name) for name, ours in _COMMON.items()}
+    values["ffn"] = {"kind": "moe", **{ours: data.get(name) for name, ours in _FFN.items()}}
+    values |= {"rope_base": rope_base, "mixer_norm_eps": MIXER_NORM_EPS}
+    values["norm"] = "post" if schema == "transformers" or data.get("postnorm") else "pre"
+    needed = [*_COMMON, *_FFN]
+    if schema == "minimax":
+        needed.append("postnorm")
+    for field, greek in (("residual_scale", "alpha"), ("branch_scale", "beta")):
+        names = {kind: name.format(greek) for kind, name in _SCALES[schema].items()}
+        needed += names.values() if greek == "alpha" else ()
+        values[field] = {kind: data.get(name, 1.0) for kind, name in names.items()}
+    list_name, kinds = _LAYERS[schema]
+    needed.append(list_name)
+    problems += [
+        f"{name}: missing; without it the model would compute other numbers"
+        for name in needed
+        if data.get(name) is None
+    ]
+    layers = data.get(list_name)
+    if layers is not None:
+        bad = [x for x in layers if x not in list(kinds)] if isinstance(layers, list) else [layers]
+        if bad:
+            problems.append(f"{list_name} holds {bad[0]!r}: must be an array of {list(kinds)}")
+        elif len(layers) != data.get("num_hidden_layers", len(layers)):
+            problems.append(
+                f"{list_name} has {len(layers)} entries for {data['num_hidden_layers']} layers"
+            )
+        else:
+            values["layer_pattern"] = _period([kinds[x] for x in layers])
+    if schema == "transformers":
+        problems += _geometric(data.get("num_attention_heads"))
+    if problems:
+        lines = [f"  {problem}" for problem in problems]
+        raise ConfigError("\n".join([f"{source} can't be used:", *lines]))
+    ours = data.get(TRAINING_KEY) or {}
+    values |= {name: value for name, value in ours.items() if name != "ffn"}
+    values["ffn"] |= ours.get("ffn", {})
+    return build(ModelConfig, values, source)
+
+
+def to_published(config: ModelConfig, layout: Layout, dtype: str, old: Table) -> Table:
+    """A model's `config.json` in a published schema.
+
+    Args:
+        config: the model.
+        layout: "minimax" or "transformers".
+        dtype: of the weights, such as "bfloat16".
+        old: an earlier `config.json` of the model, or an empty one; what does not describe the
+            architecture (special ids, the context length) is taken over.
+
+    Raises:
+        ConfigError: the schema has no field for something in the config.
+    """
+    ffn = config.ffn
+    problems = unpublishable(config, layout)
+    if problems or not isinstance(ffn, MoEFFN):
+        lines = [f"  {problem}" for problem in problems]
+        head = f"layout {layout!r} can't hold this model; use layout 'sferic':"
+        raise ConfigError("\n".join([head, *lines]))
+    minimax = layout == "minimax"
+    list_name, kinds = _LAYERS[layout]
+    names = {kind: name for name, kind in kinds.items()}
+    data: Table = {
+        "architectures": ["MiniMaxText01ForCausalLM" if minimax else "MiniMaxForCausalLM"],
+        "model_type": "minimax_text_01" if minimax else "minimax",
+        "torch_dtype" if minimax else "dtype": dtype,
+        **{name: getattr(config, ours) for name, ours in _COMMON.items()},
+        **{name: getattr(ffn, ours) for name, ours in _FFN.items()},
+        list_name: [names[kind] for kind in config.mixers],
+        "rope_theta": config.rope_base,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "attention_dropout": 0.0,
+        **{name: old.get(name) for name in _SPECIAL_IDS},
+        **{name: old[name] for name in _CARRIED if name in old},
+    }
+    for field, greek in (("residual_scale", "alpha"), ("branch_scale", "beta")):
+        scale = getattr(config, field)
+        for kind, name in _SCALES[layout].items():
+            data[name.format(greek)] = getattr(scale, kind)
+    if minimax:
+        data |= {"postnorm": config.norm == "post", "shared_intermediate_size": 0}
+    else:
+        data["rope_parameters"] = {"rope_type": "default", "rope_theta": data.pop("rope_theta")}
+    data[TRAINING_KEY] = {
+        "init_gain": config.init_gain,
+        "ffn": {name: getattr(ffn, name) for name in ("capacity_factor", "aux_coef", "aux_norm")},
+    }
+    return data
+
+
+def unpublishable(config: ModelConfig, layout: Layout) -> list[str]:
+    """What of a model a published schema has no field for, one line each."""
+    problems = []
+    if config.ffn.kind != "moe":
+        problems.append("ffn.kind = 'dense': every published layer has experts")
+    if config.depth != config.num_layers:
+        problems.append(
+            f"layers {config.first_layer} to {config.first_layer + config.num_layers - 1} of "
+            f"{config.depth}: published models are whole"
+        )
+    if config.mixer_norm_eps != MIXER_NORM_EPS:
+        problems.append(f"mixer_norm_eps = {config.mixer_norm_eps}: is always {MIXER_NORM_EPS}")
+    if layout == "transformers":
+        if config.norm != "post":
+            problems.append("norm = 'pre': transformers has only 'post'")
+        problems += _geometric(config.num_heads)
+    return problems
+
+
+def _schema(data: Table, source: str) -> str:
+    architectures = data.get("architectures") or []
+    known = [ARCHITECTURES[a] for a in architectures if a in ARCHITECTURES]
+    if not architectures and data.get("model_type") in MODEL_TYPES:
+        known = [MODEL_TYPES[data["model_type"]]]
+    if not known:
+        found = architectures or data.get("model_type")
+        raise ConfigError(
+            f"{source}: architectures = {found!r} is none of {', '.join(ARCHITECTURES)}"
+        )
+    # transformers fills its own schema in for either name, so the fields decide
+    if "attn_type_list" in data and "layer_types" not in data:
+        return "minimax"
+    return "transformers" if "layer_types" in data else known[0]
+
+
+def _rope_base(data: Table) -> tuple[Any, list[str]]:
+    nested = data.get("rope_parameters") or {}
+    kind = nested.get("rope_type", "default")
+    if kind != "default":
+        return 1.0, [f"rope_parameters.rope_type = {kind!r}: must be 'default'"]
+    base = nested.get("rope_theta", data.get("rope_theta"))
+    return base, [] if base is not None else ["rope_theta: missing"]
+
+
+def _geometric(num_heads: Any) -> list[str]:
+    """transformers' decays differ from MiniMax's at other head counts."""
+    if isinstance(num_heads, int) and num_heads > 0 and num_heads & (num_heads - 1) == 0:
+        return []
+    if num_heads is None:
+        return []
+    return [
+        f"{num_heads} heads: transformers' decays equal MiniMax's only for a power of two; "
+        "use MiniMax's layout"
+    ]
+
+
+def _period(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that repeats to `kinds`."""
+    n = len(kinds)
+    for p in range(1, n):
+        if all(kinds[i] == kinds[i % p] for i in range(n)):
+            return tuple(kinds[:p])
+    return tuple(kinds)
