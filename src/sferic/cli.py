@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +69,62 @@ def _describe(numbers: Sizes) -> list[str]:
         f"lightning state         {numbers['state_bytes_per_sequence']:,} bytes per sequence",
         f"forward, per token      {flops}",
     ]
+
+
+class LayoutName(StrEnum):
+    """The layouts of model folders."""
+
+    sferic = "sferic"
+    minimax = "minimax"
+    transformers = "transformers"
+
+
+class DtypeName(StrEnum):
+    """Dtypes of stored weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A model folder of any layout, or a hub id.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    layout: Annotated[LayoutName, typer.Option(help="Names and config to write.")],
+    dtype: Annotated[DtypeName | None, typer.Option(help="Of the weights, else as stored.")] = None,
+    shard_gb: Annotated[float, typer.Option(help="Largest file of weights.", min=0.001)] = 5.0,
+) -> None:
+    """Write a model folder in another layout or dtype, in the memory of one file."""
+    import torch
+
+    from sferic.checkpoint import convert as convert_folder
+
+    convert_folder(
+        source,
+        out,
+        layout=layout.value,
+        dtype=None if dtype is None else getattr(torch, dtype.value),
+        shard_bytes=int(shard_gb * 1e9),
+    )
+    typer.echo(f"{out}: layout {layout.value}")
+
+
+@app.command()
+def check(
+    model: Annotated[Path, typer.Argument(help="A model folder of any layout.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare a model folder with its architecture, from headers alone; exit 1 if it won't load."""
+    from sferic.checkpoint.check import check as check_folder
+
+    report = check_folder(model)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        typer.echo("\n".join(report.lines()))
+    if report.problems:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -90,12 +90,13 @@ def mended_cache() -> Any:
 
     class Mended(MiniMaxCache):
         def get_seq_length(self, layer_idx: int = 0) -> int:
-            return max([layer.get_seq_length() for layer in self.layers], default=0)
+            layers: list[Any] = self.layers
+            return max([layer.get_seq_length() for layer in layers], default=0)
 
         def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
             return self.get_seq_length() + query_length, 0
 
-        def reorder_cache(self, beam_idx: Tensor) -> None:
+        def reorder_cache(self, beam_idx: Any) -> None:
             super().reorder_cache(beam_idx)
             self.linear_cache = [s[beam_idx] if len(s) else s for s in self.linear_cache]
 

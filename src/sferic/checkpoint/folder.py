@@ -7,7 +7,7 @@ transformers   config.json   + model*.safetensors (`-hf`), as in memory or as sa
 
 import json
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sferic.checkpoint.hub import local_folder
-from sferic.checkpoint.layouts import Layout, is_derived, layout_of, places, shapes
+from sferic.checkpoint.layouts import Layout, copy, is_derived, layout_of, places, shapes
 from sferic.checkpoint.published import from_published
 from sferic.checkpoint.shards import Header, listed, read_headers, read_tensor
 from sferic.config import ConfigError, ModelConfig, build
@@ -78,7 +78,7 @@ class ModelFolder:
     def fill(self, ours: str, tensor: Tensor) -> Tensor:
         """Read our tensor of that name into `tensor`, of its shape, any dtype and device."""
         for name, view in self._parts[ours]:
-            read_tensor(self.headers[name], name, view(tensor).copy_)
+            read_tensor(self.headers[name], name, partial(copy, view(tensor)))
         return tensor
 
     @cached_property

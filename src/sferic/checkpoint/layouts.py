@@ -49,6 +49,9 @@ _MIXER = {
 }
 
 
+_STRIP = 32  # rows; a cache line of bf16: seven times the speed of one piece
+
+
 class Place(NamedTuple):
     """Where a published tensor lies: `view` of our tensor `ours` has its shape."""
 
@@ -76,6 +79,22 @@ def shapes(config: ModelConfig, layout: Layout) -> dict[str, list[int]]:
         name: list(place.view(ours[place.ours]).shape)
         for name, place in places(config, layout).items()
     }
+
+
+def copy(into: Tensor, source: Tensor) -> Tensor:
+    """`into.copy_(source)` where one of them is a transposed view, as a `Place` gives it.
+
+    In strips, since on a CPU the library walks such a pair of matrices across the cache's lines.
+    """
+    if into.device.type != "cpu" or (into.is_contiguous() and source.is_contiguous()):
+        return into.copy_(source)
+    if into.dim() > 2:
+        for a, b in zip(into, source, strict=True):
+            copy(a, b)
+    else:
+        for i in range(0, len(into), _STRIP):
+            into[i : i + _STRIP].copy_(source[i : i + _STRIP])
+    return into
 
 
 def layout_of(names: Iterable[str]) -> Layout:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sferic.checkpoint.layouts import copy
 from sferic.checkpoint.progress import ByteLine
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -108,7 +109,9 @@ def write_shards(
         for out in shard:
             if source is None or source[0] != out.source:
                 source = (out.source, get(out.source))
-            tensors[out.name] = out.view(source[1]).contiguous()
+            view = out.view(source[1])
+            empty = torch.empty(view.shape, dtype=view.dtype)
+            tensors[out.name] = view if view.is_contiguous() else copy(empty, view)
             line.add(out.nbytes)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
