@@ -11,6 +11,7 @@ from sferic.nn.batch import Batch
 from sferic.ops.attention import decode_attention, packed_attention, prefill_attention
 from sferic.ops.fused import gated_rms_norm, linear_cross_entropy
 from sferic.ops.lightning import lightning_attention, lightning_decode, lightning_prefill
+from sferic.ops.matmul import linear
 from sferic.ops.slots import fill_empty_rows
 
 KV = tuple[Tensor, Tensor]
@@ -78,7 +79,7 @@ class Vocabulary:
 
     def logits(self, h: Tensor, weight: Tensor) -> Tensor:
         """[T, D] -> [T, V]."""
-        return h @ weight.to(h.dtype).T
+        return linear(h, weight.to(h.dtype))
 
     def loss(self, h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Summed cross entropy of labels [T] (-100: none), without holding all logits."""

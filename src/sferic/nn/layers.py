@@ -1,11 +1,11 @@
 """Linear maps and norms."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sferic.nn.init import Draw, Initialised
 from sferic.ops.fused import rms_norm
+from sferic.ops.matmul import linear
 
 
 class Linear(nn.Linear):
@@ -18,7 +18,7 @@ class Linear(nn.Linear):
         """Leave the weight empty: the model draws it (`init_weights`) or loads it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight.to(input.dtype))
+        return linear(input, self.weight.to(input.dtype))
 
 
 class RMSNorm(Initialised):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from sferic.ops.matmul import linear
 from sferic.ops.precision import fp32
 
 IGNORE = -100
@@ -41,7 +42,7 @@ def _chunks(h: Tensor) -> list[slice]:
 
 def _losses(h: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, logits and their log-sum-exp, [n], [n, V] and [n]."""
-    logits = (h @ w.T).to(fp32(h.dtype))
+    logits = linear(h, w).to(fp32(h.dtype))
     lse = logits.logsumexp(-1)
     target = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return torch.where(labels == IGNORE, 0, lse - target), logits, lse
@@ -63,8 +64,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             probs = logits.sub_(lse[:, None]).exp_()
             minus = -counted.to(probs.dtype)[:, None]
             dlogits = probs.scatter_add_(1, labels[c].clamp(min=0)[:, None], minus).to(h.dtype)
-            dh[c] = dlogits @ w
-            dw += dlogits.T @ h[c]
+            dh[c] = linear(dlogits, w.T)
+            dw += linear(dlogits.T, h[c].T)
         ctx.save_for_backward(dh, dw)
         return total
 

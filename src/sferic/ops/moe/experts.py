@@ -3,12 +3,13 @@
 Legend: T tokens, k choices, N = T * k rows, D model width, F FFN width, E experts.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from sferic.ops.matmul import grouped_matmul
 
 
 def grouped_swiglu(x: Tensor, w13: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
@@ -26,15 +27,8 @@ def grouped_swiglu(x: Tensor, w13: Tensor, w2: Tensor, counts: Tensor) -> Tensor
     if x.shape[0] == 0:
         return x + 0 * (w13.sum() + w2.sum())  # no rows: the gradients exist and are zero
     offsets = counts.cumsum(0).to(torch.int32)
-    gate, up = _grouped_matmul(x, w13.flatten(2), offsets).chunk(2, dim=-1)
-    return _grouped_matmul(F.silu(gate) * up, w2, offsets)
-
-
-def _grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    if x.dtype == torch.float64:  # the library's grouped product has no float64
-        ends = [0, *offsets.tolist()]
-        return torch.cat([x[a:b] @ w[e] for e, (a, b) in enumerate(pairwise(ends))])
-    return F.grouped_mm(x, w, offs=offsets)
+    gate, up = grouped_matmul(x, w13.flatten(2), offsets).chunk(2, dim=-1)
+    return grouped_matmul(F.silu(gate) * up, w2, offsets)
 
 
 def mix_experts(

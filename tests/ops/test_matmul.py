@@ -1,0 +1,96 @@
+"""Products and their gradients, whichever library computes them."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sferic.ops.matmul import grouped_matmul, linear
+
+EPS = 2**-23
+sizes = st.integers(1, 40)
+
+
+def inputs(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def near(a: Tensor, exact: Tensor, terms: int) -> None:
+    """Within the rounding of a sum of so many float32 products."""
+    assert a.dtype == torch.float32
+    assert torch.allclose(a.double(), exact, rtol=0, atol=4 * EPS * terms)
+
+
+@given(T=sizes, K=sizes, N=sizes, transposed=st.booleans(), batched=st.booleans())
+def test_linear_and_its_gradients(T: int, K: int, N: int, transposed: bool, batched: bool) -> None:
+    x, w, dy = inputs((2, T, K) if batched else (T, K), (K, N) if transposed else (N, K), (N,))
+    weight = w.T if transposed else w
+    y = linear(x, weight)
+    (y * dy).sum().backward()
+    x64, w64 = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    y64 = x64 @ (w64 if transposed else w64.T)
+    (y64 * dy.double()).sum().backward()
+    assert x.grad is not None and w.grad is not None  # noqa: PT018
+    near(y.detach(), y64.detach(), 4 * K)
+    near(x.grad, x64.grad, 4 * N)  # type: ignore[arg-type]
+    near(w.grad, w64.grad, 8 * T)  # type: ignore[arg-type]
+
+
+@given(T=sizes, a=st.integers(0, 5), b=st.integers(1, 5))
+def test_views_are_read_as_they_lie(T: int, a: int, b: int) -> None:
+    (big,) = inputs((T + a, 3, 16))
+    x, w = big.detach()[a:, 1], torch.randn(9, 16)[::b]
+    near(linear(x, w), x.double() @ w.double().T, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_dtype_stays(dtype: torch.dtype) -> None:
+    x, w = inputs((5, 8), (3, 8), dtype=dtype)
+    assert linear(x, w).dtype == dtype
+
+
+def test_no_rows() -> None:
+    x, w = inputs((0, 8), (3, 8))
+    y = linear(x, w)
+    assert y.shape == (0, 3)
+    y.sum().backward()
+    assert torch.equal(w.grad, torch.zeros(3, 8))  # type: ignore[arg-type]
+
+
+def test_only_needed_gradients_are_formed() -> None:
+    x, w = inputs((5, 8), (3, 8))
+    linear(x.detach(), w).sum().backward()
+    assert x.grad is None
+    linear(x, w.detach()).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build has no oneDNN")
+def test_float32_on_the_cpu_goes_to_onednn(operators: Any) -> None:
+    x, w = inputs((5, 8), (3, 8))
+    with operators() as seen:
+        linear(x, w).sum().backward()
+    assert seen.names.count("mkldnn._linear_pointwise.default") == 3
+    with operators() as seen:
+        linear(x.double(), w.double())
+    assert not [name for name in seen.names if "mkldnn" in name]
+
+
+@given(counts=st.lists(st.integers(0, 6), min_size=1, max_size=5), double=st.booleans())
+def test_groups(counts: list[int], double: bool) -> None:
+    """Empty groups too, at any place."""
+    N, E = sum(counts), len(counts)
+    x, w = inputs((N, 8), (E, 8, 16), dtype=torch.float64 if double else torch.float32)
+    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+    y = grouped_matmul(x, w, offsets)
+    y.square().sum().backward()
+    group = torch.repeat_interleave(torch.arange(E), torch.tensor(counts))
+    x64, w64 = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    y64 = (x64[:, None] @ w64[group])[:, 0]
+    y64.square().sum().backward()
+    for a, b in ((y.detach(), y64.detach()), (x.grad, x64.grad), (w.grad, w64.grad)):
+        assert torch.allclose(a.double(), b, rtol=1e-5, atol=1e-4)  # type: ignore[union-attr]
