@@ -1,4 +1,4 @@
-"""The same numbers as transformers' MiniMax (mended, see conftest), both ways."""
+"""The same numbers as transformers' MiniMax (mended, see mended_minimax), both ways."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sferic
+from mended_minimax import mended_cache, recorded, rotate_part_of_each_head
 from sferic.checkpoint import Layout
 from sferic.nn import ContiguousCache, HybridModel
 
@@ -25,10 +26,10 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.fixture(scope="module")
-def theirs(published: Path, mend: Callable[[Any], Any]) -> Any:
+def theirs(published: Path) -> Any:
     from transformers import MiniMaxForCausalLM
 
-    return mend(MiniMaxForCausalLM.from_pretrained(published).eval())
+    return rotate_part_of_each_head(MiniMaxForCausalLM.from_pretrained(published).eval())
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +42,17 @@ def tokens() -> Tensor:
     return torch.randint(128, (3, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def compare(ours: HybridModel, theirs: Any, tokens: Tensor, cache: Any, record: Any) -> None:
+def compare(ours: HybridModel, theirs: Any, tokens: Tensor, cache: Any) -> None:
     """Logits, every layer's output, router logits and recurrent states."""
     layers = list(theirs.model.layers)
     with (
         torch.no_grad(),
-        record(layers, [layer.mlp.gate for layer in layers]) as right,
+        recorded(layers, [layer.mlp.gate for layer in layers]) as right,
     ):
         right_logits = theirs(tokens, cache=cache, use_cache=True).logits
     blocks: list[Any] = list(ours.layers.values())
     own_cache = ContiguousCache(ours.config, len(tokens), tokens.shape[1])
-    with torch.no_grad(), record(blocks, [block.ffn.router for block in blocks]) as left:
+    with torch.no_grad(), recorded(blocks, [block.ffn.router for block in blocks]) as left:
         batch = own_cache.extend(list(tokens))
         logits = ours.head(ours.hidden(batch, own_cache)[0])
         whole = ours(tokens)
@@ -67,16 +68,14 @@ def compare(ours: HybridModel, theirs: Any, tokens: Tensor, cache: Any, record: 
             close(own_cache.state(i), cache.linear_cache[i])
 
 
-def test_their_checkpoint_in_our_model(
-    ours: HybridModel, theirs: Any, tokens: Tensor, make_mended_cache: Any, record: Any
-) -> None:
-    compare(ours, theirs, tokens, make_mended_cache(), record)
+def test_their_checkpoint_in_our_model(ours: HybridModel, theirs: Any, tokens: Tensor) -> None:
+    compare(ours, theirs, tokens, mended_cache())
 
 
 @pytest.mark.parametrize("layout", ["minimax", "transformers"])
 def test_our_checkpoint_in_their_model(
-    layout: Layout, tmp_path: Path, tokens: Tensor, mend: Any,
-    make_model: Callable[..., HybridModel], make_config: Any, make_mended_cache: Any, record: Any,
+    layout: Layout, tmp_path: Path, tokens: Tensor,
+    make_model: Callable[..., HybridModel], make_config: Any,
 ) -> None:  # fmt: skip
     from transformers import MiniMaxConfig, MiniMaxForCausalLM
 
@@ -90,7 +89,7 @@ def test_our_checkpoint_in_their_model(
     else:
         theirs = MiniMaxForCausalLM.from_pretrained(tmp_path / "model")
     assert theirs.config.rotary_dim == 4
-    compare(ours, mend(theirs.eval()), tokens, make_mended_cache(), record)
+    compare(ours, rotate_part_of_each_head(theirs.eval()), tokens, mended_cache())
 
 
 def converted_config(model: HybridModel, folder: Path) -> Path:
@@ -127,10 +126,8 @@ def test_padded_rows(ours: HybridModel, theirs: Any, tokens: Tensor, lengths: li
 
 
 @given(cuts=st.lists(st.integers(1, TOKENS - 1), max_size=4, unique=True))
-def test_prefill_in_chunks(
-    ours: HybridModel, theirs: Any, tokens: Tensor, make_mended_cache: Any, cuts: list[int]
-) -> None:
-    cache, their_cache = ContiguousCache(ours.config, 3, TOKENS), make_mended_cache()
+def test_prefill_in_chunks(ours: HybridModel, theirs: Any, tokens: Tensor, cuts: list[int]) -> None:
+    cache, their_cache = ContiguousCache(ours.config, 3, TOKENS), mended_cache()
     ends = [0, *sorted(cuts), TOKENS]
     with torch.no_grad():
         for a, b in pairwise(ends):
@@ -142,10 +139,10 @@ def test_prefill_in_chunks(
 
 @given(order=st.lists(st.integers(0, 2), min_size=3, max_size=3), start=st.integers(1, 60))
 def test_a_reordered_cache_goes_on(
-    ours: HybridModel, theirs: Any, tokens: Tensor, make_mended_cache: Any,
+    ours: HybridModel, theirs: Any, tokens: Tensor,
     order: list[int], start: int,
 ) -> None:  # fmt: skip
-    cache, their_cache = ContiguousCache(ours.config, 3, TOKENS), make_mended_cache()
+    cache, their_cache = ContiguousCache(ours.config, 3, TOKENS), mended_cache()
     rows = torch.tensor(order)
     with torch.no_grad():
         theirs(tokens[:, :start], cache=their_cache, use_cache=True)
@@ -162,12 +159,12 @@ def test_a_reordered_cache_goes_on(
 
 
 def test_in_bf16_we_are_closer_to_fp32_than_they(
-    published: Path, ours: HybridModel, theirs: Any, tokens: Tensor, mend: Any
+    published: Path, ours: HybridModel, theirs: Any, tokens: Tensor
 ) -> None:
     from transformers import MiniMaxForCausalLM
 
     low = MiniMaxForCausalLM.from_pretrained(published, dtype=torch.bfloat16).eval()
-    mend(low)
+    rotate_part_of_each_head(low)
     own_low = sferic.load(published, dtype=torch.bfloat16)
     with torch.no_grad():
         exact = theirs(tokens).logits
