@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sferic.ops.matmul import grouped_matmul, linear
+from sferic.ops.matmul import linear
 
 EPS = 2**-23
 sizes = st.integers(1, 40)
@@ -78,19 +78,3 @@ def test_float32_on_the_cpu_goes_to_onednn(operators: Any) -> None:
     with operators() as seen:
         linear(x.double(), w.double())
     assert not [name for name in seen.names if "mkldnn" in name]
-
-
-@given(counts=st.lists(st.integers(0, 6), min_size=1, max_size=5), double=st.booleans())
-def test_groups(counts: list[int], double: bool) -> None:
-    """Empty groups too, at any place."""
-    N, E = sum(counts), len(counts)
-    x, w = inputs((N, 8), (E, 8, 16), dtype=torch.float64 if double else torch.float32)
-    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
-    y = grouped_matmul(x, w, offsets)
-    y.square().sum().backward()
-    group = torch.repeat_interleave(torch.arange(E), torch.tensor(counts))
-    x64, w64 = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
-    y64 = (x64[:, None] @ w64[group])[:, 0]
-    y64.square().sum().backward()
-    for a, b in ((y.detach(), y64.detach()), (x.grad, x64.grad), (w.grad, w64.grad)):
-        assert torch.allclose(a.double(), b, rtol=1e-5, atol=1e-4)  # type: ignore[union-attr]

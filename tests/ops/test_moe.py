@@ -270,6 +270,24 @@ def test_grouped_rows_go_to_their_own_expert(counts: list[int]) -> None:
         close(got[row], swiglu(x[row], w13[e], w2[e]))
 
 
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 7, 0], [7, 0, 0]])
+def test_the_grouped_product_of_gpus_equals_the_loop_of_cpus(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's `grouped_mm` runs on a CPU too, slowly."""
+    w13, w2 = (w.detach().float().requires_grad_() for w in experts(3))
+    x = torch.randn(7, D, requires_grad=True)
+    results = []
+    for on_host in (True, False):
+        monkeypatch.setattr("sferic.ops.moe.experts.on_host", lambda x, here=on_host: here)
+        y = grouped_swiglu(x, w13, w2, torch.tensor(counts))
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, w13, w2])))
+        with torch.no_grad():
+            assert torch.allclose(grouped_swiglu(x, w13, w2, torch.tensor(counts)), y, atol=1e-4)
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_dropless_mixing_never_waits_for_the_host(no_host_sync: Callable[[], Any]) -> None:
     T, E = 6, 4
     x = torch.randn(T, 16, dtype=torch.bfloat16)

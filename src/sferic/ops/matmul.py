@@ -26,37 +26,14 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     Returns:
         [..., N].
     """
-    if not _onednn(x) or type(w) not in _PLAIN:
+    if not (_HAS_ONEDNN and on_host(x) and x.dtype == torch.float32 and x.numel()):
         return F.linear(x, w)
     return _Linear.apply(x, w) if torch.is_grad_enabled() else _product(x, w)
 
 
-def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """Each group of rows times its own matrix.
-
-    Args:
-        x: [N, K], rows of group 0 first, then of group 1, ...
-        w: [E, K, M].
-        offsets: [E] int32, where each group ends.
-
-    Returns:
-        [N, M].
-    """
-    if x.dtype == torch.float64 or _onednn(x):
-        ends = offsets.tolist()
-        rows = x.split([b - a for a, b in zip([0, *ends], ends, strict=False)])
-        return torch.cat([linear(r, m.T) for r, m in zip(rows, w.unbind(), strict=True)])
-    return F.grouped_mm(x, w, offs=offsets)
-
-
-def _onednn(x: Tensor) -> bool:
-    return (
-        _HAS_ONEDNN
-        and x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and type(x) in _PLAIN
-        and x.numel() > 0
-    )
+def on_host(x: Tensor) -> bool:
+    """Whether a tensor's numbers lie here, to be read without waiting (those of a fake don't)."""
+    return x.device.type == "cpu" and type(x) in _PLAIN
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:

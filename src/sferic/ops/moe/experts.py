@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sferic.ops.matmul import grouped_matmul
+from sferic.ops.matmul import linear, on_host
 
 
 def grouped_swiglu(x: Tensor, w13: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
@@ -26,9 +26,21 @@ def grouped_swiglu(x: Tensor, w13: Tensor, w2: Tensor, counts: Tensor) -> Tensor
     """
     if x.shape[0] == 0:
         return x + 0 * (w13.sum() + w2.sum())  # no rows: the gradients exist and are zero
+    if on_host(x) or x.dtype == torch.float64:  # the library's grouped product has no float64
+        parts = x.split(counts.tolist())
+        experts = zip(parts, w13.flatten(2).unbind(), w2.unbind(), strict=True)
+        return torch.cat([_swiglu(rows, a, b) for rows, a, b in experts])
     offsets = counts.cumsum(0).to(torch.int32)
-    gate, up = grouped_matmul(x, w13.flatten(2), offsets).chunk(2, dim=-1)
-    return grouped_matmul(F.silu(gate) * up, w2, offsets)
+    gate, up = F.grouped_mm(x, w13.flatten(2), offs=offsets).chunk(2, dim=-1)
+    return F.grouped_mm(F.silu(gate) * up, w2, offs=offsets)
+
+
+def _swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """One expert: x [n, D], w13 [D, 2F], w2 [F, D]; what lies between stays in a CPU's cache."""
+    gate, up = linear(x, w13.T).chunk(2, dim=-1)
+    if torch.is_grad_enabled():
+        return linear(F.silu(gate) * up, w2.T)
+    return linear(F.silu(gate, inplace=True).mul_(up), w2.T)
 
 
 def mix_experts(
