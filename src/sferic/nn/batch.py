@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,12 +44,12 @@ class Batch:
         device = sequences[0].device
         lengths = [len(s) for s in sequences]
         first = [0] * len(lengths) if starts is None else list(starts)
-        ends = torch.tensor([0, *lengths]).cumsum(0)
-        positions = torch.cat([torch.arange(a, a + n) for a, n in zip(first, lengths, strict=True)])
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        positions = [np.arange(a, a + n) for a, n in zip(first, lengths, strict=True)]
         return Batch(
             tokens=torch.cat(list(sequences)),
-            cu_seqlens=ends.to(torch.int32).to(device),
-            positions=positions.to(device),
+            cu_seqlens=ends.to(device),
+            positions=torch.from_numpy(np.concatenate(positions)).to(device),
             valid=torch.ones(sum(lengths), dtype=torch.bool, device=device),
             max_seqlen=max(lengths),
         )

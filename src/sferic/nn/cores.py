@@ -28,12 +28,16 @@ class SoftmaxCore:
         assert batch.slots is not None
         if batch.decode:
             live, rows, index = fill_empty_rows(batch.slots)
-            at = batch.positions[rows]
+            at = batch.positions
+            if rows is not None:
+                q, k, v, at = q[rows], k[rows], v[rows], at[rows]
             for cached, new in ((keys, k), (values, v)):
-                cached[index, at] = torch.where(live.any(), new[rows], cached[index, at])
+                if live is not None:
+                    new = torch.where(live.any(), new, cached[index, at])
+                cached[index, at] = new
             past_k, past_v = keys[index, : batch.max_context], values[index, : batch.max_context]
-            o = decode_attention(q[rows], past_k, past_v, at + 1, scale)
-            return torch.where(live[:, None, None], o, 0)
+            o = decode_attention(q, past_k, past_v, at + 1, scale)
+            return o if live is None else torch.where(live[:, None, None], o, 0)
         past = []
         ends, slots = batch.cu_seqlens.tolist(), batch.slots.tolist()
         for slot, a, b in zip(slots, ends, ends[1:], strict=False):

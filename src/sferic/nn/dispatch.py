@@ -1,8 +1,8 @@
 """From routing probabilities to the experts and back, on one device."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from sferic.ops.moe import expert_counts, keep_within_capacity, mix_experts, top_k_gates
@@ -12,15 +12,42 @@ from sferic.ops.moe import expert_counts, keep_within_capacity, mix_experts, top
 class Routing:
     """What one MoE layer did with a batch: enough for replay, the auxiliary loss and metrics.
 
-    Sums run over valid tokens.  E experts, T tokens, k choices.
+    Sums run over valid tokens and are formed when asked for, so that decoding doesn't pay for them.
+    E experts, T tokens, k choices.
     """
 
     indices: Tensor  # [T, k], chosen experts, first choice first
-    counts: Tensor  # [E] int64, choices before the drop
-    dropped: Tensor  # scalar int64, choices lost to capacity
-    probs_sum: Tensor  # [E], with gradient
-    entropy_sum: Tensor  # scalar, nats
-    tokens: Tensor  # scalar int64, valid tokens
+    probs: Tensor  # [T, E], with gradient
+    valid: Tensor  # [T] bool
+    kept: Tensor | None  # [T, k] bool, choices within capacity; None is all of them
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """[E] int64, choices before the drop."""
+        return expert_counts(self.indices, self.valid, self.probs.shape[-1])
+
+    @cached_property
+    def dropped(self) -> Tensor:
+        """Scalar int64, choices lost to capacity."""
+        kept = self.counts.sum() if self.kept is None else self.kept.sum()
+        return self.counts.sum() - kept
+
+    @cached_property
+    def probs_sum(self) -> Tensor:
+        """[E], with gradient."""
+        return (self.probs * self.valid[:, None].to(self.probs.dtype)).sum(0)
+
+    @cached_property
+    def entropy_sum(self) -> Tensor:
+        """Scalar, nats."""
+        probs = self.probs.detach()
+        entropy = -(probs * probs.clamp(min=1e-30).log()).sum(-1)
+        return (entropy * self.valid.to(probs.dtype)).sum()
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Scalar int64, valid tokens."""
+        return self.valid.sum()
 
 
 class LocalDispatcher:
@@ -56,23 +83,10 @@ class LocalDispatcher:
         """
         E = probs.shape[-1]
         gates, indices = top_k_gates(probs, top_k, indices)
-        counts = expert_counts(indices, valid, E)
         kept = None
         if training and capacity_factor is not None:
             kept = keep_within_capacity(indices, valid, E, capacity_factor)
         elif training:
             kept = valid[:, None].expand_as(indices)
         y = mix_experts(x, gates, indices, kept, w13, w2)
-        with torch.no_grad():
-            weight = valid.to(probs.dtype)
-            entropy = -(probs * probs.clamp(min=1e-30).log()).sum(-1)
-            dropped = counts.sum() - kept.sum() if kept is not None else counts.new_zeros(())
-        routing = Routing(
-            indices=indices,
-            counts=counts,
-            dropped=dropped,
-            probs_sum=(probs * weight[:, None]).sum(0),
-            entropy_sum=(entropy * weight).sum(),
-            tokens=valid.sum(),
-        )
-        return y, routing
+        return y, Routing(indices, probs, valid, kept)

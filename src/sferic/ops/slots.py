@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from sferic.ops.matmul import on_host
 
-def fill_empty_rows(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+
+def fill_empty_rows(slots: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Let rows of slot -1 repeat the first live row, without waiting for the host.
 
     Two rows then write one slot, but the same values, so the order of their writes is nothing.
@@ -14,9 +16,12 @@ def fill_empty_rows(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         live [S] bool; rows [S], which row's data each row uses; index [S], the slot it touches
-        (0 if no row is live: write back there what you read).
+        (0 if no row is live: write back there what you read).  Where the slots lie on the host and
+        none is empty: None, None and the slots.
     """
     live = slots >= 0
+    if on_host(slots) and bool(live.all()):
+        return None, None, slots
     first = live.int().argmax()
     rows = torch.where(live, torch.arange(len(slots), device=slots.device), first)
     return live, rows, slots[rows].clamp(min=0)

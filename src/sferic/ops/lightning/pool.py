@@ -102,10 +102,13 @@ def lightning_decode(
     if silu:
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
     q_, k_, v_ = at_least_float32(q, k, v)
-    live, rows, index = fill_empty_rows(slots)
-    old = state_pool[index]
     decay = torch.exp(-slopes.to(q_.dtype))[:, None, None]
-    new = decay * old.to(q_.dtype) + k_[rows][..., :, None] * v_[rows][..., None, :]
-    state_pool[index] = torch.where(live.any(), new.to(old.dtype), old)
-    o = (q_[rows][..., None, :] @ new)[..., 0, :]
-    return torch.where(live[:, None, None], o, 0).to(v.dtype)
+    live, rows, index = fill_empty_rows(slots)
+    if rows is not None:
+        q_, k_, v_ = q_[rows], k_[rows], v_[rows]
+    old = state_pool[index]
+    new = torch.addcmul(decay * old.to(q_.dtype), k_[..., :, None], v_[..., None, :])
+    stored = new.to(old.dtype)
+    state_pool[index] = stored if live is None else torch.where(live.any(), stored, old)
+    o = (q_[..., None, :] @ new)[..., 0, :].to(v.dtype)
+    return o if live is None else torch.where(live[:, None, None], o, 0)
