@@ -80,8 +80,7 @@ def load(path: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = N
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model folder (or of a tokenizer.json)."""
-    path = Path(path)
-    return Tokenizer.load(path / TOKENIZER_FILE if path.is_dir() else path)
+    return Tokenizer.load(path)
 
 
 def read_config(path: str | Path) -> ModelConfig:
