@@ -88,6 +88,68 @@ class _Generation(Extension):
         return marks[0] + caller() + marks[1]
 
 
+class _Mask:
+    """Exchanges the first character of each control string in a JSON value, one for one.
+
+    So positions stay, and white space, by which templates strip. Where a string ends within a
+    control string that is exchanged too: the next string could hold the rest.
+    """
+
+    def __init__(self, controls: Collection[str], free: Iterator[str]) -> None:
+        self._controls = controls
+        self._beginnings = {c[:n] for c in controls for n in range(1, len(c))}
+        self._longest = max(map(len, self._beginnings), default=0)
+        firsts = dict.fromkeys(control[0] for control in controls)
+        self._masks = dict(zip(firsts, free, strict=False))
+        self._unmask = str.maketrans({mask: first for first, mask in self._masks.items()})
+
+    def undo(self, text: str) -> str:
+        return text.translate(self._unmask)
+
+    def message(self, message: dict[str, Any]) -> dict[str, Any]:
+        # Roles and types of parts are from fixed lists, and templates branch on them.
+        result = {**self.value(message), "role": message["role"]}
+        if isinstance(message["content"], list):
+            parts = message["content"]
+            result["content"] = [{**self.value(p), "type": p["type"]} for p in parts]
+        return result
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._string(value, [*self._whole(value), *self._begun(value)])
+        if isinstance(value, Mapping):
+            # Templates look keys up: one that only ends like a control string stays.
+            return {
+                self._string(key, self._whole(key)) if isinstance(key, str) else key: self.value(v)
+                for key, v in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.value(item) for item in value]
+        return value
+
+    def _string(self, text: str, positions: list[int]) -> str:
+        if not positions:
+            return text
+        characters = list(text)
+        for position in positions:
+            characters[position] = self._masks[text[position]]
+        return "".join(characters)
+
+    def _whole(self, text: str) -> list[int]:
+        positions = []
+        for control in self._controls:
+            position = text.find(control)
+            while position >= 0:
+                positions.append(position)
+                position = text.find(control, position + 1)
+        return positions
+
+    def _begun(self, text: str) -> list[int]:
+        text = text.rstrip()
+        starts = range(max(0, len(text) - self._longest), len(text))
+        return [start for start in starts if text[start:] in self._beginnings]
+
+
 class ChatTemplate:
     """A Jinja2 chat template, which sees the messages and nothing else of the program.
 
@@ -150,17 +212,15 @@ class ChatTemplate:
         """
         chat = self._normalised(messages)
         checked = _checked_tools(tools)
-        known = {control: control[0] for control in sorted(controls, key=len, reverse=True)}
+        known = sorted(controls, key=len, reverse=True)  # of two at one place, the longer
         used = json.dumps([chat, checked, self._variables], ensure_ascii=False, default=str)
         free = _unused(used + self.source)
         marks = next(free) + next(free)
-        masks = dict(zip(dict.fromkeys(known.values()), free, strict=False))
-        masked_chat = [_masked_message(message, known, masks) for message in chat]
-        masked_tools = _masked(checked, known, masks)
-        raw = self._run(masked_chat, masked_tools, add_generation_prompt, marks)
-        unmask = str.maketrans({mask: character for character, mask in masks.items()})
-        changed = masked_chat != chat or masked_tools != checked
-        if changed and raw.translate(unmask) != self._run(
+        mask = _Mask(known, free)
+        masked = [mask.message(message) for message in chat]
+        masked_tools = mask.value(checked)
+        raw = self._run(masked, masked_tools, add_generation_prompt, marks)
+        if (masked, masked_tools) != (chat, checked) and mask.undo(raw) != self._run(
             chat, checked, add_generation_prompt, marks
         ):
             raise ValueError(
@@ -170,7 +230,7 @@ class ChatTemplate:
         text, spans = _cut_marks(raw, marks)
         pattern = "|".join(map(re.escape, known))
         found = tuple(m.span() for m in re.finditer(pattern, text)) if known else ()
-        return Rendered(text.translate(unmask), spans, found)
+        return Rendered(mask.undo(text), spans, found)
 
     def _run(
         self,
@@ -495,49 +555,6 @@ def _result_name(message: Message, names: dict[Any, str], where: str) -> str:
             f"{message.get('tool_call_id')!r} that of no call before: give the tool's name"
         )
     return name
-
-
-def _masked_message(
-    message: dict[str, Any], controls: Mapping[str, str], masks: Mapping[str, str]
-) -> dict[str, Any]:
-    # Roles and types of parts are from fixed lists, and templates branch on them.
-    result = {**_masked(message, controls, masks), "role": message["role"]}
-    if isinstance(message["content"], list):
-        result["content"] = [
-            {**_masked(part, controls, masks), "type": part["type"]} for part in message["content"]
-        ]
-    return result
-
-
-def _masked(value: Any, controls: Mapping[str, str], masks: Mapping[str, str]) -> Any:
-    """A copy of a JSON value whose strings no longer begin a control string anywhere.
-
-    The first character of each is exchanged for its mask, also where a string ends within one:
-    the next string could hold the rest. One for one, so that positions stay.
-    """
-    if isinstance(value, str):
-        characters = list(value)
-        ending = len(value.rstrip())
-        for control, first in controls.items():
-            at = value.find(first)
-            while at >= 0:
-                if value.startswith(control, at) or control.startswith(value[at:ending] or first):
-                    characters[at] = masks[first]
-                at = value.find(first, at + 1)
-        return "".join(characters)
-    if isinstance(value, Mapping):
-        return {
-            _masked_key(key, controls, masks): _masked(item, controls, masks)
-            for key, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [_masked(item, controls, masks) for item in value]
-    return value
-
-
-def _masked_key(key: Any, controls: Mapping[str, str], masks: Mapping[str, str]) -> Any:
-    # A whole control string only: a template looks its keys up by name.
-    return _masked(key, controls, masks) if any(c in str(key) for c in controls) else key
 
 
 def _cut_marks(raw: str, marks: str) -> tuple[str, tuple[tuple[int, int], ...]]:

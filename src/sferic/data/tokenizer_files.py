@@ -74,7 +74,7 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(content)
     except Exception as error:
         raise ValueError(f"{file} is not a readable tokenizer.json: {error}") from error
-    _check_settings(file, json.loads(content))
+    _check_settings(file, json.loads(content), backend)
     return backend
 
 
@@ -117,7 +117,7 @@ def read_special_tokens(folder: Path, backend: tokenizers.Tokenizer, end: str) -
     )
 
 
-def _check_settings(file: Path, content: dict[str, Any]) -> None:
+def _check_settings(file: Path, content: dict[str, Any], backend: tokenizers.Tokenizer) -> None:
     for path, reason in PLAIN.items():
         value: Any = content
         for key in path:
@@ -140,6 +140,14 @@ def _check_settings(file: Path, content: dict[str, Any]) -> None:
             "only that decodes exactly"
         )
     for token in content.get("added_tokens") or []:
+        # Of a token that the model's vocabulary lacks the library counts the id, whatever the file
+        # says; it may even be that of another token.
+        if backend.token_to_id(token["content"]) != token["id"]:
+            raise ValueError(
+                f"{file} gives the token {token['content']!r} the id {token['id']}, which the "
+                f"tokenizers library reads as {backend.token_to_id(token['content'])}: name it "
+                "with its id in model.vocab too"
+            )
         if token.get("lstrip") or token.get("rstrip"):
             raise ValueError(
                 f"{file} lets the token {token['content']!r} take the white space beside it, "
