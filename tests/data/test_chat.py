@@ -139,6 +139,9 @@ def test_m1_names_results_that_have_names() -> None:
         f"{B}tool name=tools\ntool name: weather\ntool result: clear\n\n"
         f"tool name: clock\ntool result: 12\n\n{E}\n"
     )
+    named = {"role": "tool", "name": "clock", "content": "12"}
+    text = TEMPLATES["m1"].render([*CHAT[:5], named]).text
+    assert text.endswith(f"{B}tool name=tools\ntool name: clock\ntool result: 12\n\n{E}\n")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -232,6 +235,11 @@ def test_results_need_names_in_text_01() -> None:
     with pytest.raises(ValueError, match="message 7 is a tool's result, its name is None and its"):
         TEMPLATES["text-01"].render([*CHAT, result])
     assert "tool result: x" in TEMPLATES["m1"].render([*CHAT, result]).text
+    # Two calls without ids: whose result it is stays open.
+    calls = [{"type": "function", "function": {"name": n, "arguments": {}}} for n in "fg"]
+    chat = [USER, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "x"}]
+    with pytest.raises(ValueError, match="message 2 is a tool's result, its name is None"):
+        TEMPLATES["text-01"].render(chat)
 
 
 def test_m1_has_one_system_message() -> None:
@@ -310,6 +318,19 @@ def test_controls_are_the_template_s_own(parts: list[str], key: str, end: str, f
     assert [rendered.text[a:b] for a, b in rendered.controls] == [
         blank.text[a:b] for a, b in blank.controls
     ]
+
+
+@pytest.mark.parametrize("parts", [("<image", ">"), ("<", "image>"), ("<image \n", " > ")])
+def test_parts_of_a_message_form_no_control_together(parts: tuple[str, str]) -> None:
+    content = [{"type": "text", "text": part} for part in parts]
+    rendered = TEMPLATES["m1"].render([{"role": "user", "content": content}], controls=CONTROLS)
+    assert "\n<image><end_of_sentence>" in rendered.text
+    assert "<image>" not in [rendered.text[a:b] for a, b in rendered.controls]
+
+
+def test_of_two_controls_at_one_place_the_longer_counts() -> None:
+    rendered = ChatTemplate("<a><b>").render([], controls=["<a>", "<a><b>", "<b>"])
+    assert rendered.controls == ((0, 6),)
 
 
 def test_a_template_that_takes_messages_apart_is_refused() -> None:

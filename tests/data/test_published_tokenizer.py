@@ -286,9 +286,7 @@ def test_bad_folders_are_named(tmp_path: Path, files: dict[str, Any], error: str
     assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in TOKENIZER_FILES if name.endswith(".json")] + ["config.json"]
-)
+@pytest.mark.parametrize("name", [*TOKENIZER_FILES, "config.json"])
 def test_damaged_files_are_named(folder: Path, name: str) -> None:
     if name == "config.json":  # which is read when nothing else names the end
         (folder / "tokenizer_config.json").unlink()

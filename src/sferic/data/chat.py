@@ -312,7 +312,7 @@ class ChatTemplate:
                 f"messages are a {type(messages).__name__}: give a list of "
                 '{"role": ..., "content": ...}'
             )
-        names: dict[Any, str] = {}
+        names: dict[str, str] = {}
         chat = []
         for i, message in enumerate(messages):
             where = f"message {i}"
@@ -325,7 +325,11 @@ class ChatTemplate:
             calls = message.get("tool_calls")
             if calls:
                 result["tool_calls"] = self._calls(calls, role, where)
-                names |= {c.get("id"): c["function"]["name"] for c in result["tool_calls"]}
+                names |= {
+                    c["id"]: c["function"]["name"]
+                    for c in result["tool_calls"]
+                    if isinstance(c.get("id"), str)
+                }
             else:
                 result.pop("tool_calls", None)
             result["content"] = self._content(message.get("content"), bool(calls), where)
@@ -546,13 +550,15 @@ def _checked_tools(tools: Any) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in tools]
 
 
-def _result_name(message: Message, names: dict[Any, str], where: str) -> str:
+def _result_name(message: Message, names: dict[str, str], where: str) -> str:
     """The tool's name of a result, where the template writes it."""
-    name = message.get("name") or names.get(message.get("tool_call_id"))
+    name, id = message.get("name"), message.get("tool_call_id")
+    if name is None and isinstance(id, str):
+        name = names.get(id)
     if not isinstance(name, str):
         raise ValueError(
             f"{where} is a tool's result, its name is {message.get('name')!r} and its tool_call_id "
-            f"{message.get('tool_call_id')!r} that of no call before: give the tool's name"
+            f"{id!r} that of no call before: give the tool's name"
         )
     return name
 

@@ -1,7 +1,6 @@
 """The files beside a `tokenizer.json` in a model's folder, which name its special tokens."""
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from sferic.data.chat import ChatTemplate
+from sferic.data.files import write_file
 
 VOCABULARY, SETTINGS, SPECIAL = (
     "tokenizer.json",
@@ -49,10 +49,13 @@ class SpecialTokens:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files of one model folder to another, over those of the same name."""
-    for name in TOKENIZER_FILES:
+    """Copy the tokenizer's files of one model folder to another, over those of the same name.
+
+    `tokenizer.json` is the last: where it is, the others are.
+    """
+    for name in reversed(TOKENIZER_FILES):
         if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+            write_file(target / name, (source / name).read_bytes())
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:
@@ -208,7 +211,11 @@ def _eos_ids(file: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
 def _chat_template(folder: Path, value: Any, names: dict[str, str]) -> ChatTemplate | None:
     file = folder / TEMPLATE
     if file.is_file():
-        return ChatTemplate(file.read_text("utf-8"), name=str(file), variables=names)
+        try:
+            source = file.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} is damaged ({error}): copy it again") from error
+        return ChatTemplate(source, name=str(file), variables=names)
     file = folder / SETTINGS
     if isinstance(value, list):
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
