@@ -222,7 +222,7 @@ def run_stage(
     if before is not None:
         model.load_state_dict(before.state_dict())
     model.to(this.device)
-    pad_id = this.tokenizer.pad_id
+    pad_id = this.tokenizer.fill_id
     stream = PackStream(this.train, stage.seq_len, this.recipe.seed, pad_id)
     heldout = islice(heldout_packs(this.heldout, stage.seq_len, pad_id), VALIDATION_PACKS)
     folder = this.out / stage.name

@@ -130,7 +130,7 @@ def test_real_text(tmp_path: Path, documents: list[Document], tokenizer: Tokeniz
         tokenizer_hash=tokenizer.hash,
         vocab_size=tokenizer.vocab_size,
     )
-    stream = PackStream(store, 1024, 0, tokenizer.pad_id)
+    stream = PackStream(store, 1024, 0, tokenizer.fill_id)
     assert stream.report()["fill"] > 0.9
     packs = [stream.pack(i) for i in range(stream.packs_per_epoch())]
     assert sum(int(pack.valid.sum()) for pack in packs) == store.num_tokens

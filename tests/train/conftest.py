@@ -72,8 +72,8 @@ def trainer(store: TokenStore, tokenizer: Tokenizer, tmp_path: Path) -> Callable
         recipe = load_recipe("tiny", (*SMALL, *overrides))
         (stage,) = recipe.stages
         model = HybridModel(recipe.model).init_weights(0).to(dtype)
-        stream = PackStream(store, stage.seq_len, 0, tokenizer.pad_id)
-        heldout = list(islice(heldout_packs(store, stage.seq_len, tokenizer.pad_id), 2))
+        stream = PackStream(store, stage.seq_len, 0, tokenizer.fill_id)
+        heldout = list(islice(heldout_packs(store, stage.seq_len, tokenizer.fill_id), 2))
         return Trainer(stage, model, stream, heldout, folder, torch.device("cpu"))
 
     return make

@@ -17,19 +17,11 @@ from sferic.checkpoint.progress import ByteLine
 from sferic.checkpoint.published import TRAINING_KEY, to_published
 from sferic.checkpoint.shards import Out, write_shards
 from sferic.config import ModelConfig, dump
-from sferic.data import Tokenizer
+from sferic.data import Tokenizer, copy_tokenizer
 from sferic.data.files import discard, publish, sync, temporary
 from sferic.nn import HybridModel
 
 SHARD_BYTES = 5_000_000_000
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 def load(path: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> HybridModel:
@@ -128,8 +120,7 @@ def convert(
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model folder or hub id (or of a tokenizer.json)."""
-    path = local_folder(path, weights=False)
-    return Tokenizer.load(path / "tokenizer.json" if path.is_dir() else path)
+    return Tokenizer.load(local_folder(path, weights=False))
 
 
 @dataclass(frozen=True)
@@ -164,9 +155,7 @@ def _write(path: Path, content: _Content, layout: Layout, shard_bytes: int) -> N
         (folder / name).write_text(text + "\n", "utf-8")
         with ByteLine("writing", total) as line:
             write_shards(folder, outs, content.get, shard_bytes, line)
-        for file in TOKENIZER_FILES:
-            if (content.beside / file).is_file():
-                shutil.copyfile(content.beside / file, folder / file)
+        copy_tokenizer(content.beside, folder)
         for file in folder.iterdir():
             sync(file)
     except BaseException:

@@ -3,17 +3,28 @@
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
+from sferic.data.chat import ChatTemplate, Message
 from sferic.data.files import write_file
 from sferic.data.sources import Document
+from sferic.data.tokenizer_files import (
+    GENERATION,
+    MODEL,
+    SETTINGS,
+    SPECIAL,
+    VOCABULARY,
+    read_backend,
+    read_special_tokens,
+)
 
 END = "<end_of_document>"
 PAD = "<pad>"
@@ -52,35 +63,73 @@ def special_tokens(vocab_size: int) -> tuple[str, ...]:
     return (END, PAD, *(f"<reserved_{i}>" for i in range(reserve)))
 
 
-class Tokenizer:
-    """A byte-level BPE vocabulary whose special tokens follow the merges, at the top ids.
+class ChatTokens(NamedTuple):
+    """A chat as ids: T of them.
 
     Attributes:
-        vocab_size: number of entries, special tokens included.
-        end_id: closes every document.
-        pad_id: fills the tail of a pack.
-        token_bytes: [vocab_size], the bytes each id stands for; none for special tokens.
+        ids: [T].
+        assistant: [T] bool, the ids that the model writes, each turn's end among them.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    ids: list[int]
+    assistant: np.ndarray
+
+
+class Tokenizer:
+    """A byte-level BPE vocabulary, one that `train` made or one of a published model.
+
+    Attributes:
+        vocab_size: highest id + 1; ids may have gaps.
+        end_id: closes every document.
+        pad_id: fills the tail of a pack; None where the vocabulary names none.
+        fill_id: the pad id, or else the end id: a pack's tail takes no label, so that either does.
+        bos_id: begins a text; None where the vocabulary names none.
+        stop_ids: end a generation.
+        chat_template: None where the tokenizer has none.
+        token_bytes: [vocab_size], the bytes each id stands for; none for special tokens and gaps.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        end_id: int | None = None,
+        pad_id: int | None = None,
+        bos_id: int | None = None,
+        stop_ids: Sequence[int] = (),
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
         """Wrap a vocabulary of the ``tokenizers`` library.
+
+        Without ``end_id`` it must have the end and pad tokens of ``train``; without ``stop_ids``
+        the end id stops.
 
         Raises:
             ValueError: special tokens are missing, or an entry is not byte-level.
         """
-        end_id, pad_id = backend.token_to_id(END), backend.token_to_id(PAD)
-        if end_id is None or pad_id is None:
-            raise ValueError(
-                f"the tokenizer lacks the special token {END if end_id is None else PAD}: "
-                "use one that Tokenizer.train made, or add it to the file's added_tokens"
-            )
+        if pad_id is None:
+            pad_id = backend.token_to_id(PAD)
+        if end_id is None:
+            end_id = backend.token_to_id(END)
+            if end_id is None or pad_id is None:
+                raise ValueError(
+                    f"the tokenizer lacks the special token {END if end_id is None else PAD}: use "
+                    "one that Tokenizer.train made, or give the model's folder, whose other files "
+                    "name its special tokens"
+                )
         # Text is data: "<pad>" written by a user is five characters, never the pad token.
         backend.encode_special_tokens = True
         self._backend = backend
-        self.vocab_size = backend.get_vocab_size()
+        self.token_bytes = _token_bytes(backend)
+        self.vocab_size = len(self.token_bytes)
         self.end_id = end_id
         self.pad_id = pad_id
-        self.token_bytes = _token_bytes(backend)
+        self.fill_id = end_id if pad_id is None else pad_id
+        self.bos_id = bos_id
+        self.stop_ids = tuple(stop_ids) or (end_id,)
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self._special = {token.content: id for id, token in added.items() if token.special}
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -124,20 +173,36 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a ``tokenizer.json``.
+        """Read a model folder's tokenizer, or a ``tokenizer.json`` that ``train`` made.
+
+        Of a folder, ``tokenizer_config.json``, ``special_tokens_map.json``,
+        ``generation_config.json`` and ``config.json`` name the special tokens, in this order, and
+        ``chat_template.jinja`` or ``tokenizer_config.json`` holds the chat template.
 
         Raises:
-            ValueError: the file is missing or not a byte-level tokenizer with our special tokens.
+            ValueError: a file is missing or damaged, the files name no end token or one that the
+                vocabulary lacks, or the vocabulary is not byte-level or does not decode exactly.
         """
+        path = Path(path)
         try:
-            content = Path(path).read_text("utf-8")
-            # The library raises bare Exception.
-            backend = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:
-            raise ValueError(f"{path} is not a readable tokenizer.json: {error}") from error
-        try:
-            return cls(backend)
+            if not path.is_dir():
+                return cls(read_backend(path))
+            backend = read_backend(path / VOCABULARY)
+            found = read_special_tokens(path, backend, END)
+            if found.end_id is None:
+                names = ", ".join((VOCABULARY, SETTINGS, SPECIAL, GENERATION, MODEL))
+                raise ValueError(f"no end token is named in {names}: add eos_token to {SETTINGS}")
+            return cls(
+                backend,
+                end_id=found.end_id,
+                pad_id=found.pad_id,
+                bos_id=found.bos_id,
+                stop_ids=found.stop_ids,
+                chat_template=found.chat_template,
+            )
         except ValueError as error:
+            if str(path) in str(error):
+                raise
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -166,6 +231,40 @@ class Tokenizer:
             [_checked(text) for text in texts], add_special_tokens=False
         )
         return [encoding.ids for encoding in encodings]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> ChatTokens:
+        """Ids of a chat in the tokenizer's template; arguments as of ``ChatTemplate.render``.
+
+        Special tokens that the template writes become their ids; in messages and tools the same
+        names stay text. No token reaches over the beginning or the end of what the model writes,
+        so that the ids up to there are those of the chat with ``add_generation_prompt``.
+
+        Raises:
+            ValueError: there is no chat template, or it cannot render the chat.
+        """
+        if self.chat_template is None:
+            raise ValueError(
+                "the tokenizer has no chat template: set its chat_template, for example to "
+                "ChatTemplate(TEXT_01)"
+            )
+        text, spans, controls = self.chat_template.render(
+            messages, tools, add_generation_prompt, self._special
+        )
+        bounds = {0, len(text), *(position for span in (*spans, *controls) for position in span)}
+        special = set(controls)
+        ids: list[int] = []
+        assistant: list[bool] = []
+        for start, end in pairwise(sorted(bounds)):
+            piece = text[start:end]
+            new = [self._special[piece]] if (start, end) in special else self.encode(piece)
+            ids += new
+            assistant += [any(a <= start and end <= b for a, b in spans)] * len(new)
+        return ChatTokens(ids, np.array(assistant, bool))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids: the exact inverse of ``encode``; special tokens give no text.
@@ -256,18 +355,15 @@ def _byte_alphabet() -> dict[str, int]:
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     alphabet = _byte_alphabet()
-    special = backend.get_added_tokens_decoder()
-    tokens = sorted((id, token) for token, id in backend.get_vocab().items())
-    if any(b - a != 1 for a, b in pairwise([-1, *(id for id, _ in tokens)])):
-        raise ValueError(
-            "the tokenizer's ids have gaps or repeats: they must run from 0 to vocab_size - 1"
-        )
-    result = []
-    for id, token in tokens:
-        if id in special:
-            result.append(b"")
+    added = backend.get_added_tokens_decoder()
+    vocabulary = backend.get_vocab()
+    result = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, id in sorted(vocabulary.items(), key=lambda item: item[1]):
+        if id in added:
+            # One that is not special is found in texts, and stands for its own name.
+            result[id] = b"" if added[id].special else added[id].content.encode()
         elif all(character in alphabet for character in token):
-            result.append(bytes(alphabet[character] for character in token))
+            result[id] = bytes(alphabet[character] for character in token)
         else:
             raise ValueError(
                 f"token {id} {token!r} is not byte-level: only byte-level BPE decodes exactly"

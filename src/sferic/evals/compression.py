@@ -58,7 +58,7 @@ def compression(
     model.eval()
     device = model.embed_tokens.weight.device
     total = 0.0
-    for pack in heldout_packs(heldout, seq_len, tokenizer.pad_id):
+    for pack in heldout_packs(heldout, seq_len, tokenizer.fill_id):
         starts = pack.cu_seqlens[:-1]
         firsts = pack.tokens[starts[pack.valid[starts]]]
         total += float(nats[firsts].sum())

@@ -22,14 +22,15 @@ def continue_text(
     An empty prompt begins a document.  Other arguments are those of `generate_stream`.
     """
     decoder = IncrementalDecoder(tokenizer)
+    start = tokenizer.end_id if tokenizer.bos_id is None else tokenizer.bos_id
     for (token,) in generate_stream(
         model,
-        [tokenizer.encode(prompt) or [tokenizer.end_id]],
+        [tokenizer.encode(prompt) or [start]],
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        stop_ids=(tokenizer.end_id,),
+        stop_ids=tokenizer.stop_ids,
         vocab_size=tokenizer.vocab_size,
     ):
         assert token is not None
