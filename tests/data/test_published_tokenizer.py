@@ -337,7 +337,10 @@ def set_model(content: dict[str, Any], **values: Any) -> None:
             "sets padding to .*: it would add ids",
         ),
         (lambda c: set_model(c, dropout=0.1), "sets model.dropout to 0.1: it makes ids random"),
-        (lambda c: c.update(normalizer={"type": "NFKC"}), 'sets normalizer to {"type": "NFKC"}: it'),
+        (
+            lambda c: c.update(normalizer={"type": "NFKC"}),
+            'sets normalizer to {"type": "NFKC"}: it',
+        ),
         (lambda c: set_model(c, end_of_word_suffix="</w>"), "sets model.end_of_word_suffix to"),
         (
             lambda c: c["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),

@@ -1,5 +1,6 @@
 """Products and their gradients, whichever library computes them."""
 
+import time
 from typing import Any
 
 import pytest
@@ -45,6 +46,25 @@ def test_views_are_read_as_they_lie(T: int, a: int, b: int) -> None:
     (big,) = inputs((T + a, 3, 16))
     x, w = big.detach()[a:, 1], torch.randn(9, 16)[::b]
     near(linear(x, w), x.double() @ w.double().T, 64)
+
+
+def test_a_weight_with_gaps_costs_no_more_than_its_copy() -> None:
+    """oneDNN itself would take it to a loop hundreds of times slower."""
+    x, big = torch.randn(256, 512), torch.randn(256, 1024)
+    w = big[:128, :512]
+    dense = w.contiguous()
+
+    def seconds(weight: Tensor) -> float:
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            linear(x, weight)
+            linear(x, weight.T.contiguous().T)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    assert torch.equal(linear(x, w), linear(x, dense))
+    assert seconds(w) < 20 * seconds(dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

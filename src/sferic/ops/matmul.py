@@ -37,6 +37,10 @@ def on_host(x: Tensor) -> bool:
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
+    if not (w.is_contiguous() or w.T.is_contiguous()):
+        w = (
+            w.contiguous()
+        )  # oneDNN takes a weight with gaps to a loop that is hundreds of times slower
     return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
 

@@ -73,8 +73,10 @@ def _pack(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, cu_seqlens: Tensor) -
     """All documents at once."""
     if len(q) == 0:
         return v
-    t = torch.arange(len(q), device=q.device, dtype=cu_seqlens.dtype)
-    documents = torch.searchsorted(cu_seqlens, t, right=True)
+    documents = None
+    if cu_seqlens.numel() > 2:
+        t = torch.arange(len(q), device=q.device, dtype=cu_seqlens.dtype)
+        documents = torch.searchsorted(cu_seqlens, t, right=True)
     return lightning_blocks(q[None], k[None], v[None], slopes, None, documents)[0][0]
 
 

@@ -71,8 +71,8 @@ def lightning_blocks(
 
     own = (k_ * to_end[..., None]).transpose(-1, -2) @ v_  # [B, H, N, K, V]
     before, final = _scan(own, s, tokens, carried, initial_state)
-    o = (q_ @ k_.transpose(-1, -2)).mul(inside) @ v_
-    o = o + (q_ * from_start[..., None]) @ before
+    o = (q_ @ k_.transpose(-1, -2)).mul_(inside) @ v_
+    o += (q_ * from_start[..., None]) @ before
     return o.reshape(B, H, N * C, V)[:, :, :T].transpose(1, 2).to(v.dtype), final
 
 

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from sferic.ops.matmul import linear, on_host
 
+# On a CPU the rows of an expert are filled up to a multiple of this: the library compiles a product
+# for each new shape, which takes as long as the product itself.
+ROWS = 64
+
 
 def grouped_swiglu(x: Tensor, w13: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
     """w2(SiLU(w1 x) * w3 x) with each row's own expert.
@@ -37,10 +41,15 @@ def grouped_swiglu(x: Tensor, w13: Tensor, w2: Tensor, counts: Tensor) -> Tensor
 
 def _swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """One expert: x [n, D], w13 [D, 2F], w2 [F, D]; what lies between stays in a CPU's cache."""
+    n = len(x)
+    if n > ROWS:
+        x = F.pad(x, (0, 0, 0, -n % ROWS))
     gate, up = linear(x, w13.T).chunk(2, dim=-1)
     if torch.is_grad_enabled():
-        return linear(F.silu(gate) * up, w2.T)
-    return linear(F.silu(gate, inplace=True).mul_(up), w2.T)
+        hidden = F.silu(gate) * up
+    else:
+        hidden = F.silu(gate, inplace=True).mul_(up)
+    return linear(hidden, w2.T)[:n]
 
 
 def mix_experts(
