@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_transformers.py [--threads 2] [--out benchmarks/results]
 
-Both hold the same random weights; nothing is timed unless logits and decoded tokens agree.  Of
-transformers' experts implementations each case takes the fastest.  The two sides run in turns.
+Both hold the same random weights and run in one process, in turns; freed memory stays with it,
+which favours both.  Nothing is timed unless logits and decoded tokens agree.  Of transformers'
+experts implementations each case takes the fastest.
 """
 
 import argparse
@@ -25,9 +26,10 @@ import sferic
 from sferic.config import sizes
 from sferic.infer import generate_stream
 from sferic.nn import HybridModel
+from sferic.ops.memory import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from mended_minimax import mended_cache, rotate_part_of_each_head, tiny_transformers
+from mended_minimax import mended_cache, recorded, rotate_part_of_each_head, tiny_transformers
 
 SHAPE = {
     "vocab_size": 4096,
@@ -41,10 +43,11 @@ SHAPE = {
     "num_experts_per_tok": 2,
     "block_size": 256,
 }
-TOKENS, ROWS, PROMPT, STEPS = 8192, 8, 64, 64
-ROUNDS = 7
+TOKENS, FORWARD_ROWS = 8192, (8, 1)
+ROWS, PROMPT, STEPS = 8, 64, 64
+ROUNDS = 9
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
-TOLERANCE = 1e-5
+TOLERANCE = 3e-5
 
 Row = dict[str, Any]
 Timed = Callable[[], float]
@@ -57,6 +60,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
     transformers.logging.disable_progress_bar()
     theirs = tiny_transformers(**SHAPE)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +68,8 @@ def main() -> None:
         ours = sferic.load(folder)
     rotate_part_of_each_head(theirs)
     with torch.no_grad():
-        rows = [*forward_case(ours, theirs), *decode_case(ours, theirs)]
+        rows = [row for n in FORWARD_ROWS for row in forward_case(ours, theirs, n)]
+        rows += decode_case(ours, theirs)
     common = {
         "threads": arguments.threads,
         "dtype": "float32",
@@ -84,13 +89,13 @@ def main() -> None:
     print(file)
 
 
-def forward_case(ours: HybridModel, theirs: Any) -> list[Row]:
-    """Logits of one sequence."""
-    tokens = torch.randint(
-        ours.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0)
-    )
+def forward_case(ours: HybridModel, theirs: Any, rows: int) -> list[Row]:
+    """Logits of 8,192 tokens in so many rows."""
+    tokens = clear_tokens(ours, (rows, TOKENS // rows))
     rate = matmul_rate()
-    flops = sizes(ours.config)["flops_per_token"][str(TOKENS)] * TOKENS
+    at_8192 = sizes(ours.config)["flops_per_token"]["8192"]
+    heads = ours.config.num_heads * ours.config.head_dim * ours.config.num_softmax
+    flops = (at_8192 - 2 * heads * (TOKENS - TOKENS // rows)) * TOKENS
     floor = flops / rate
     print(f"{flops / 1e9:.0f} GFLOP at {rate / 1e9:.0f} GFLOP/s: {floor * 1e3:.0f} ms")
 
@@ -102,7 +107,9 @@ def forward_case(ours: HybridModel, theirs: Any) -> list[Row]:
 
     difference = error(ours(tokens), theirs(tokens, use_cache=False).logits)
     fastest = fastest_experts(theirs, them)
-    return in_turns(f"forward of {TOKENS} tokens", us, them, fastest, floor, difference)
+    return in_turns(
+        f"forward of {rows} x {TOKENS // rows} tokens", us, them, fastest, floor, difference
+    )
 
 
 def decode_case(ours: HybridModel, theirs: Any) -> list[Row]:
@@ -185,7 +192,8 @@ def fastest_experts(model: Any, run: Timed) -> str:
     for name in EXPERTS:
         model.set_experts_implementation(name)
         first = run()
-        times[name] = first if first > 10 else min(run(), run())
+        slow = bool(times) and first > 3 * min(times.values())
+        times[name] = first if slow else min(run(), run())
         print(f"  transformers with {name} experts: {times[name] * 1e3:.1f} ms")
     best = min(times, key=lambda name: times[name])
     model.set_experts_implementation(best)
@@ -211,6 +219,23 @@ def timed(run: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
+
+
+def clear_tokens(model: HybridModel, shape: tuple[int, int]) -> Tensor:
+    """Random tokens none of which has its second and third expert nearly tied.
+
+    At a tie rounding chooses, and two right implementations differ from there on.
+    """
+    routers: list[Any] = [block.ffn.router for block in model.layers.values()]
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(model.config.vocab_size, shape, generator=generator)
+        with recorded([], routers) as seen:
+            model(tokens)
+        top = torch.cat(seen["routers"]).topk(3).values
+        if float((top[:, 1] - top[:, 2]).min()) > 2e-5:
+            return tokens
+    raise SystemExit("thirty random sequences all hold a near tie")
 
 
 def error(a: Tensor, b: Tensor) -> float:

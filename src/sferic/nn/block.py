@@ -49,8 +49,15 @@ class Block(nn.Module):
         h = self.mixer_norm(x)
         residual = h if self.post_norm else x
         y = self.mixer(h.to(dtype), batch, cache)
-        x = self.mixer_residual * residual + self.mixer_branch * y
+        x = _join(residual, y, self.mixer_residual, self.mixer_branch)
         h = self.ffn_norm(x)
         residual = h if self.post_norm else x
         y, routing = self.ffn(h.to(dtype), batch, indices)
-        return self.ffn_residual * residual + self.ffn_branch * y, routing
+        return _join(residual, y, self.ffn_residual, self.ffn_branch), routing
+
+
+def _join(residual: Tensor, branch: Tensor, alpha: float, beta: float) -> Tensor:
+    """alpha * residual + beta * branch, in the dtype of the residual."""
+    if beta != 1:
+        branch = beta * branch
+    return torch.add(branch, residual, alpha=alpha)

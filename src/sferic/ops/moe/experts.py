@@ -14,6 +14,8 @@ from sferic.ops.matmul import linear, on_host
 # On a CPU the rows of an expert are filled up to a multiple of this: the library compiles a product
 # for each new shape, which takes as long as the product itself.
 ROWS = 64
+# Up to so many choices for each expert count as few.
+FEW = 4
 
 
 def grouped_swiglu(x: Tensor, w13: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
@@ -68,6 +70,10 @@ def mix_experts(
     """
     T, k = indices.shape
     E = w13.shape[0]
+    w13, w2 = w13.to(x.dtype), w2.to(x.dtype)
+    few = 0 < T * k <= FEW * E and kept is None
+    if few and on_host(x) and not torch.is_grad_enabled():
+        return _mix_few(x, gates, indices, w13, w2)
     expert = indices.reshape(-1)
     if kept is not None:
         expert = torch.where(kept.reshape(-1), expert, E)
@@ -77,9 +83,30 @@ def mix_experts(
     if kept is not None:
         order = order[: int(counts.sum())]
     rows = _Spread.apply(x, order, k)
-    out = grouped_swiglu(rows, w13.to(x.dtype), w2.to(x.dtype), counts)
+    out = grouped_swiglu(rows, w13, w2, counts)
     out = out * gates.reshape(-1)[order][:, None].to(x.dtype)
     return _Gather.apply(out, order, T, k)
+
+
+def _mix_few(x: Tensor, gates: Tensor, indices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """`mix_experts` of few tokens on a CPU, in one batched product: the calls would cost the most.
+
+    Every expert gets as many rows as the busiest one, the others' are zeros.
+    """
+    T, k = indices.shape
+    E, D = w13.shape[:2]
+    counts, places = [0] * E, []
+    chosen = indices.flatten().tolist()
+    for e in chosen:
+        places.append(counts[e])
+        counts[e] += 1
+    busiest = max(counts)
+    slots = torch.tensor([e * busiest + place for e, place in zip(chosen, places, strict=True)])
+    rows = x.new_zeros(E * busiest, D).index_copy_(0, slots, x.repeat_interleave(k, 0))
+    gate, up = torch.bmm(rows.view(E, busiest, D), w13.flatten(2)).chunk(2, dim=-1)
+    out = torch.bmm(F.silu(gate, inplace=True).mul_(up), w2).flatten(0, 1)
+    out = out.index_select(0, slots).mul_(gates.reshape(-1, 1).to(x.dtype))
+    return out.view(T, k, D).sum(1)
 
 
 def _spread(x: Tensor, order: Tensor, k: int) -> Tensor:
