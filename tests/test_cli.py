@@ -169,6 +169,11 @@ def test_a_command_without_its_verb_shows_help(sferic: Sferic, path: list[str]) 
         ("bogus", "No such command 'bogus'"),
         ("generate --model x --prompt y --max-new-tokens 0", "--max-new-tokens"),
         ("generate --model x --prompt y --seed z", "--seed"),
+        ("generate --model x --prompt y --temperature nan", "temperature is nan, it must be 0 or"),
+        ("generate --model x --prompt y --top-p 0", "top_p is 0.0, it must be a number above 0"),
+        ("generate --model x --prompt y --top-k -1", "top_k is -1, it must be a whole number"),
+        ("generate --model x --prompt y --min-p 2", "min_p is 2.0, it must be a number from 0"),
+        ("generate --model x --prompt y --repetition-penalty 0", "use 1 for no penalty"),
     ],
 )
 def test_what_a_user_can_mend_is_a_short_message_and_code_2(
@@ -212,7 +217,9 @@ def test_generation_repeats_with_its_seed(sferic: Sferic, finished: Path) -> Non
     assert text() == text("--seed", "5")  # greedy
     assert text(*hot, "--seed", "1") == text(*hot, "--seed", "1")
     assert text(*hot, "--seed", "1") != text(*hot, "--seed", "2")
-    assert text(*hot, "--top-p", "1e-6") == text()
+    for one in (("--top-p", "1e-6"), ("--top-k", "1"), ("--min-p", "1")):
+        assert text(*hot, *one) == text()
+    assert text("--repetition-penalty", "0.001") != text()
 
 
 def test_generation_streams(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

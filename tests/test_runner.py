@@ -16,7 +16,7 @@ import sferic
 from sferic import runner
 from sferic.config import ConfigError, Recipe, load_recipe
 from sferic.data import StoreError, TokenStore
-from sferic.infer import continue_text, generate_stream
+from sferic.infer import Sampling, continue_text, generate_stream
 from sferic.train import Trainer, read_metrics
 
 MODULES = ("bisect", "heapq", "keyword", "opcode", "queue", "sched", "stat", "types")
@@ -297,7 +297,7 @@ def test_a_continuation_stays_within_the_tokenizer(whole: Run) -> None:
     model, tokenizer = sferic.load(whole.out / "model"), sferic.load_tokenizer(whole.out / "model")
     with torch.no_grad():
         model.lm_head.weight[400:] = model.lm_head.weight[:112] * 50
-    text = "".join(continue_text(model, tokenizer, "x", max_new_tokens=20, temperature=2.0))
+    text = "".join(continue_text(model, tokenizer, "x", Sampling(2.0), max_new_tokens=20))
     assert text.startswith("x")
 
 

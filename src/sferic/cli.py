@@ -108,27 +108,23 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set this probable.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many tokens; 0: from all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeat less.")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     device: Device = None,
 ) -> None:
     """Continue a prompt; the text streams to the terminal."""
     from sferic.checkpoint import load, load_tokenizer
-    from sferic.infer import continue_text
+    from sferic.infer import Sampling, continue_text
     from sferic.runner import find_device
     from sferic.train import compute_dtype
 
+    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     where = find_device(device)
     loaded = load(model, device=str(where), dtype=compute_dtype("auto", where))
     tokenizer = load_tokenizer(model)
-    for text in continue_text(
-        loaded,
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    ):
+    for text in continue_text(loaded, tokenizer, prompt, sampling, max_new_tokens=max_new_tokens):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")

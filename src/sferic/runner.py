@@ -39,7 +39,7 @@ from sferic.data import (
 )
 from sferic.data.files import write_file
 from sferic.evals import compression
-from sferic.infer import continue_text
+from sferic.infer import Sampling, continue_text
 from sferic.nn import HybridModel
 from sferic.train import Trainer
 
@@ -268,8 +268,9 @@ def show_continuation(this: Run, model: HybridModel) -> None:
     """Let the model write, as it decodes."""
     prompt = this.recipe.prompt
     this.say(f"\nA continuation of {prompt!r} by the saved weights:\n")
+    sampling = Sampling(temperature=0.7)
     for text in continue_text(
-        model, this.tokenizer, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7
+        model, this.tokenizer, prompt, sampling, max_new_tokens=SAMPLE_TOKENS
     ):
         sys.stdout.write(text)
         sys.stdout.flush()
