@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from sferic import runner
+from sferic import __version__, runner
 from sferic.cli import app, main
 from sferic.config import load_recipe
 from sferic.data import Tokenizer, TokenStore
@@ -89,6 +89,13 @@ def test_what_a_run_suggests_next_can_be_typed(
     code, _, _ = sferic(*lines[1][1:])
     assert code == 0
     assert load_recipe(lines[2][2], [lines[2][-1]]).stages[0].budget.steps == 2000
+
+
+def test_the_version(sferic: Sferic) -> None:
+    assert sferic("--version") == (0, f"sferic {__version__}\n", "")
+    command = [sys.executable, "-m", "sferic", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"sferic {__version__}\n")
 
 
 def test_info_of_text_01(sferic: Sferic) -> None:
@@ -188,7 +195,7 @@ def test_what_a_user_can_mend_is_a_short_message_and_code_2(
 
 
 def test_errors_leave_the_process_without_a_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sferic.cli", "info", "text-1"]
+    command = [sys.executable, "-m", "sferic", "info", "text-1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("sferic: unknown model 'text-1'; did you mean 'text-01'?")

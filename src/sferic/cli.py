@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sferic import __version__
 from sferic.config import (
     Sizes,
     load_model,
@@ -37,6 +38,24 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Change one field of the config; repeatable."),
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sferic {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
