@@ -74,7 +74,8 @@ def test_a_run_leaves_weights_and_says_where(sferic: Sferic, corpus: Path, finis
     assert code == 0
     assert f"Weights are in {finished / 'model'}, losses in {finished / 'tiny/loss.png'}" in out
     assert "\nimport " in out
-    assert err == "tiny: resumed at step 2\n"  # and no line of a step
+    assert f"{finished} holds the finished run\n" in out
+    assert err == ""  # no line of a step
     code, _, err = sferic(*small_run(corpus, finished), "--set", "seed=3")
     assert code == 2
     assert err.startswith(f"sferic: {finished} holds a run of another recipe (seed was 0, now 3)")
@@ -191,7 +192,7 @@ def test_what_a_user_can_mend_is_a_short_message_and_code_2(
     assert err.startswith("sferic: ")
     assert message in err
     assert len(err.splitlines()) <= 2
-    assert not (tmp_path / "run" / "tiny").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_errors_leave_the_process_without_a_traceback(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ class Trainer:
         log = MetricsLog(self.folder / "metrics.jsonl", self.progress.step)
         line = LiveLine(self.stage.name)
         if self.resumed_from is not None:
-            line.note(f"{self.stage.name}: resumed at step {self.progress.step}")
+            what = "finished before, at step" if self._done() else "resumed at step"
+            line.note(f"{self.stage.name}: {what} {self.progress.step}")
         old = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             while not self._done():
