@@ -17,6 +17,7 @@ import torch
 import sferic
 from sferic import runner
 from sferic.config import ConfigError, Recipe, load_recipe
+from sferic.config.recipe import RESERVED_NAMES
 from sferic.data import StoreError, TokenStore
 from sferic.infer import Sampling, continue_text, generate_stream
 from sferic.train import read_metrics
@@ -96,6 +97,7 @@ def test_a_run_leaves_its_files(whole: Run) -> None:
     }  # fmt: skip
     assert {Path(f).parts[2] for f in files - kept} == {"step-00000002", "step-00000004"}
     assert load_recipe(whole.out / "recipe.json") == whole.recipe
+    assert {path.name for path in whole.out.iterdir()} == {"tiny", *RESERVED_NAMES}
 
 
 def test_the_report_agrees_with_what_it_reports(whole: Run) -> None:
@@ -249,7 +251,7 @@ def test_a_second_stage_starts_from_the_first_ones_weights(
     (made.out / "report.json").unlink()
     capsys.readouterr()
     again = run(load_recipe(two_stages), tmp_path / "run")  # stage one comes from its checkpoint
-    assert capsys.readouterr().err.startswith("tiny: finished before, at step 4\nlonger 50%")
+    assert capsys.readouterr().err.startswith("tiny: finished before, at step 4\nlonger ")
     assert again.report["bits_per_byte"] == made.report["bits_per_byte"]
 
 
