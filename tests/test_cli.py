@@ -141,6 +141,13 @@ def test_every_command_has_help(sferic: Sferic, path: list[str]) -> None:
     assert len(out.splitlines()) > 5
 
 
+def test_help_tells_the_defaults_that_depend(sferic: Sferic) -> None:
+    for verb, defaults in (("run", ("runs/RECIPE", "cuda if there is one")), ("generate", ())):
+        _, out, _ = sferic(verb, "--help")
+        for default in (*defaults, "cuda if there is one"):
+            assert f"[default: ({default})]" in " ".join(out.replace("│", " ").split())
+
+
 def test_these_are_the_commands() -> None:
     assert {" ".join(path) for path in verbs()} >= {
         "info", "run", "generate", "data tokenize", "data pack", "tokenizer train",

@@ -33,7 +33,10 @@ app.add_typer(tokenizer_app, name="tokenizer")
 # the parser's base class of wrong command lines, which typer doesn't export
 UsageError: Any = typer.BadParameter.__mro__[1]
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: cuda if there is one].")]
+# a default in brackets within a help text would be taken for markup, and vanish
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, ...", show_default="cuda if there is one")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Change one field of the config; repeatable."),
@@ -92,7 +95,9 @@ def _describe(numbers: Sizes) -> list[str]:
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or a TOML or JSON file.")],
-    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/RECIPE].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE")
+    ] = None,
     overrides: Overrides = None,
     device: Device = None,
 ) -> None:
