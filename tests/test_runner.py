@@ -329,6 +329,17 @@ def test_inputs_that_do_not_serve_leave_the_folder_to_the_mended_command(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tokenizer_that_was_too_large_for_the_text_can_be_made_smaller(
+    small: Callable[..., Recipe], whole: Run, tmp_path: Path
+) -> None:
+    large = ("model.vocab_size=50000", "tokenizer.vocab_size=50000")
+    with pytest.raises(ValueError, match=r"the texts fill only .* ask for fewer entries"):
+        run(small(*large), tmp_path / "run")
+    made = run(small(), tmp_path / "run")
+    assert made.report["bits_per_byte"] == whole.report["bits_per_byte"]
+    assert load_recipe(made.out / "recipe.json") == whole.recipe
+
+
 @pytest.mark.parametrize("out", [".", "runs/x"])
 def test_a_run_does_not_read_its_own_files(
     small: Callable[..., Recipe], corpus: Path, tmp_path: Path, out: str

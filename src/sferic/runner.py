@@ -89,7 +89,7 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
     out.mkdir(parents=True, exist_ok=True)
     with _lock(out):
         _check_folder(out, recipe)  # another run may have come first
-        if not (out / "recipe.json").exists():
+        if _is_new(out):
             write_file(out / "recipe.json", (dump(recipe) + "\n").encode())
         this = prepare(recipe, out, where, say, sides)
         del sides  # a large corpus
@@ -175,22 +175,27 @@ def find_device(name: str | None) -> torch.device:
         raise ValueError(f"device {name!r} can't be used ({reason}); try --device cpu") from error
 
 
+def _is_new(out: Path) -> bool:
+    """Whether there is nothing but what a run leaves that died or failed before its tokenizer."""
+    left = {"lock", "recipe.json", "recipe.json.tmp", "tokenizer.json.tmp"}
+    return not out.exists() or all(file.name in left for file in out.iterdir())
+
+
 def _check_folder(out: Path, recipe: Recipe) -> None:
     """Refuse a folder that holds another recipe's run, or files of no run."""
-    file = out / "recipe.json"
-    if file.exists():
-        differences = _differences(json.loads(file.read_text("utf-8")), json.loads(dump(recipe)))
-        if differences:
-            raise ConfigError(
-                f"{out} holds a run of another recipe ({'; '.join(differences[:5])}); "
-                "choose another folder with --out, or delete this one"
-            )
+    if _is_new(out):
         return
-    left = {"lock", "recipe.json.tmp"}  # what a run leaves that died at its start
-    if out.exists() and any(file.name not in left for file in out.iterdir()):
+    file = out / "recipe.json"
+    if not file.exists():
         raise ConfigError(
             f"{out} is not empty and holds no run (no recipe.json): its files could be "
             "overwritten; choose another folder with --out"
+        )
+    differences = _differences(json.loads(file.read_text("utf-8")), json.loads(dump(recipe)))
+    if differences:
+        raise ConfigError(
+            f"{out} holds a run of another recipe ({'; '.join(differences[:5])}); "
+            "choose another folder with --out, or delete this one"
         )
 
 
