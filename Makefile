@@ -14,6 +14,7 @@ check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
+	$(VENV)/bin/codespell
 	$(VENV)/bin/lint-imports
 
 # torch goes first and pinned, so that no looser range is resolved to another build

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from sferic.config import load_recipe
 from sferic.data import PackStream
 from sferic.nn import HybridModel
-from sferic.runner import machine, prepare
+from sferic.runner import machine, prepare, read_inputs
 from sferic.train import Trainer
 
 
@@ -31,7 +31,7 @@ def measure(recipe_name: str, steps: int) -> dict[str, Any]:
     stage = recipe.stages[0]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        run = prepare(recipe, out, "cpu", print)
+        run = prepare(recipe, out, torch.device("cpu"), print, read_inputs(recipe, out))
         model = HybridModel(recipe.model).init_weights(recipe.seed)
         stream = PackStream(run.train, stage.seq_len, recipe.seed, run.tokenizer.pad_id)
         trainer = Trainer(stage, model, stream, [], out, torch.device("cpu"))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from sferic import runner
+from sferic import __version__, runner
 from sferic.cli import app, main
 from sferic.config import load_recipe
 from sferic.data import Tokenizer, TokenStore
@@ -74,7 +74,8 @@ def test_a_run_leaves_weights_and_says_where(sferic: Sferic, corpus: Path, finis
     assert code == 0
     assert f"Weights are in {finished / 'model'}, losses in {finished / 'tiny/loss.png'}" in out
     assert "\nimport " in out
-    assert err == "tiny: resumed at step 2\n"  # and no line of a step
+    assert f"{finished} holds the finished run\n" in out
+    assert err == ""  # no line of a step
     code, _, err = sferic(*small_run(corpus, finished), "--set", "seed=3")
     assert code == 2
     assert err.startswith(f"sferic: {finished} holds a run of another recipe (seed was 0, now 3)")
@@ -89,6 +90,13 @@ def test_what_a_run_suggests_next_can_be_typed(
     code, _, _ = sferic(*lines[1][1:])
     assert code == 0
     assert load_recipe(lines[2][2], [lines[2][-1]]).stages[0].budget.steps == 2000
+
+
+def test_the_version(sferic: Sferic) -> None:
+    assert sferic("--version") == (0, f"sferic {__version__}\n", "")
+    command = [sys.executable, "-m", "sferic", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"sferic {__version__}\n")
 
 
 def test_info_of_text_01(sferic: Sferic) -> None:
@@ -133,6 +141,13 @@ def test_every_command_has_help(sferic: Sferic, path: list[str]) -> None:
     assert len(out.splitlines()) > 5
 
 
+def test_help_tells_the_defaults_that_depend(sferic: Sferic) -> None:
+    for verb, defaults in (("run", ("runs/RECIPE", "cuda if there is one")), ("generate", ())):
+        _, out, _ = sferic(verb, "--help")
+        for default in (*defaults, "cuda if there is one"):
+            assert f"[default: ({default})]" in " ".join(out.replace("│", " ").split())
+
+
 def test_these_are_the_commands() -> None:
     assert {" ".join(path) for path in verbs()} >= {
         "info", "run", "generate", "data tokenize", "data pack", "tokenizer train",
@@ -169,6 +184,11 @@ def test_a_command_without_its_verb_shows_help(sferic: Sferic, path: list[str]) 
         ("bogus", "No such command 'bogus'"),
         ("generate --model x --prompt y --max-new-tokens 0", "--max-new-tokens"),
         ("generate --model x --prompt y --seed z", "--seed"),
+        ("generate --model x --prompt y --temperature nan", "temperature is nan, it must be 0 or"),
+        ("generate --model x --prompt y --top-p 0", "top_p is 0.0, it must be a number above 0"),
+        ("generate --model x --prompt y --top-k -1", "top_k is -1, it must be a whole number"),
+        ("generate --model x --prompt y --min-p 2", "min_p is 2.0, it must be a number from 0"),
+        ("generate --model x --prompt y --repetition-penalty 0", "use 1 for no penalty"),
     ],
 )
 def test_what_a_user_can_mend_is_a_short_message_and_code_2(
@@ -179,11 +199,11 @@ def test_what_a_user_can_mend_is_a_short_message_and_code_2(
     assert err.startswith("sferic: ")
     assert message in err
     assert len(err.splitlines()) <= 2
-    assert not (tmp_path / "run" / "tiny").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_errors_leave_the_process_without_a_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sferic.cli", "info", "text-1"]
+    command = [sys.executable, "-m", "sferic", "info", "text-1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("sferic: unknown model 'text-1'; did you mean 'text-01'?")
@@ -212,7 +232,9 @@ def test_generation_repeats_with_its_seed(sferic: Sferic, finished: Path) -> Non
     assert text() == text("--seed", "5")  # greedy
     assert text(*hot, "--seed", "1") == text(*hot, "--seed", "1")
     assert text(*hot, "--seed", "1") != text(*hot, "--seed", "2")
-    assert text(*hot, "--top-p", "1e-6") == text()
+    for one in (("--top-p", "1e-6"), ("--top-k", "1"), ("--min-p", "1")):
+        assert text(*hot, *one) == text()
+    assert text("--repetition-penalty", "0.001") != text()
 
 
 def test_generation_streams(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from sferic.config import load_model, load_recipe
 from sferic.runner import run
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
@@ -95,7 +95,7 @@ def test_the_tree_names_every_part_of_the_package() -> None:
     parts = {
         path
         for path in package.iterdir()
-        if path.name not in ("__init__.py", "__pycache__", "py.typed")
+        if path.name not in ("__init__.py", "__main__.py", "__pycache__", "py.typed")
     }
     assert parts == {path for path in tree() if path.parent == package}
 
@@ -124,7 +124,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if "```python" in p.read_text("utf-8")], ids=lambda p: p.name
+)
 def test_python_blocks_run(
     page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +17,10 @@ import torch
 import sferic
 from sferic import runner
 from sferic.config import ConfigError, Recipe, load_recipe
+from sferic.config.recipe import RESERVED_NAMES
 from sferic.data import StoreError, TokenStore
-from sferic.infer import continue_text, generate_stream
-from sferic.train import Trainer, read_metrics
+from sferic.infer import Sampling, continue_text, generate_stream
+from sferic.train import read_metrics
 
 MODULES = ("bisect", "heapq", "keyword", "opcode", "queue", "sched", "stat", "types")
 SMALL = (
@@ -89,11 +92,12 @@ def test_a_run_leaves_its_files(whole: Run) -> None:
         for f in ("tokens.bin", "ends.idx", "meta.json")
     }
     assert kept == stores | {
-        "recipe.json", "tokenizer.json", "report.json", "tiny/metrics.jsonl", "tiny/loss.png",
-        "model/model.safetensors", "model/sferic.json", "model/tokenizer.json",
+        "lock", "recipe.json", "tokenizer.json", "report.json", "tiny/metrics.jsonl",
+        "tiny/loss.png", "model/model.safetensors", "model/sferic.json", "model/tokenizer.json",
     }  # fmt: skip
     assert {Path(f).parts[2] for f in files - kept} == {"step-00000002", "step-00000004"}
     assert load_recipe(whole.out / "recipe.json") == whole.recipe
+    assert {path.name for path in whole.out.iterdir()} == {"tiny", *RESERVED_NAMES}
 
 
 def test_the_report_agrees_with_what_it_reports(whole: Run) -> None:
@@ -132,11 +136,12 @@ def test_a_second_run_trains_nothing_and_says_the_same(
         return {str(p): p.read_bytes() for p in files}
 
     before = state()
-    for owner, name in ((Trainer, "step"), (runner, "compression"), (runner, "save")):
+    for owner, name in ((runner, "Trainer"), (runner, "compression"), (runner, "save")):
         monkeypatch.setattr(owner, name, lambda *args: pytest.fail("done again"))
     again = run(whole.recipe, copy)
     assert again.report == whole.report
     assert state() == before
+    assert again.lines[0] == f"{copy} holds the finished run"
     first = [line for line in whole.lines if "Bits per byte" in line or line.startswith("  ")]
     assert len(first) == 5
     assert [line for line in again.lines if line in first] == first
@@ -228,7 +233,7 @@ def two_stages(whole: Run, tmp_path: Path) -> Path:
 
 
 def test_a_second_stage_starts_from_the_first_ones_weights(
-    whole: Run, two_stages: Path, tmp_path: Path
+    whole: Run, two_stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = run(load_recipe(two_stages), tmp_path / "run")
     assert list(made.report["stages"]) == ["tiny", "longer"]
@@ -244,7 +249,9 @@ def test_a_second_stage_starts_from_the_first_ones_weights(
     assert made.report["bits_per_byte"]["xz"] == whole.report["bits_per_byte"]["xz"]
     shutil.rmtree(made.out / "longer")
     (made.out / "report.json").unlink()
+    capsys.readouterr()
     again = run(load_recipe(two_stages), tmp_path / "run")  # stage one comes from its checkpoint
+    assert capsys.readouterr().err.startswith("tiny: finished before, at step 4\nlonger ")
     assert again.report["bits_per_byte"] == made.report["bits_per_byte"]
 
 
@@ -297,7 +304,7 @@ def test_a_continuation_stays_within_the_tokenizer(whole: Run) -> None:
     model, tokenizer = sferic.load(whole.out / "model"), sferic.load_tokenizer(whole.out / "model")
     with torch.no_grad():
         model.lm_head.weight[400:] = model.lm_head.weight[:112] * 50
-    text = "".join(continue_text(model, tokenizer, "x", max_new_tokens=20, temperature=2.0))
+    text = "".join(continue_text(model, tokenizer, "x", Sampling(2.0), max_new_tokens=20))
     assert text.startswith("x")
 
 
@@ -308,3 +315,90 @@ def test_a_folder_with_other_files_is_left_alone(whole: Run, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="not empty and holds no run"):
         run(whole.recipe, tmp_path)
     assert mine.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.corpus=nowhere", "data.heldout=0.0001", "tokenizer={path='none.json'}"],
+)
+def test_inputs_that_do_not_serve_leave_the_folder_to_the_mended_command(
+    small: Callable[..., Recipe], tmp_path: Path, override: str
+) -> None:
+    with pytest.raises(ValueError, match=r"'nowhere'|heldout=0.0001|none\.json"):
+        run(small(override), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_that_was_too_large_for_the_text_can_be_made_smaller(
+    small: Callable[..., Recipe], whole: Run, tmp_path: Path
+) -> None:
+    large = ("model.vocab_size=50000", "tokenizer.vocab_size=50000")
+    with pytest.raises(ValueError, match=r"the texts fill only .* ask for fewer entries"):
+        run(small(*large), tmp_path / "run")
+    made = run(small(), tmp_path / "run")
+    assert made.report["bits_per_byte"] == whole.report["bits_per_byte"]
+    assert load_recipe(made.out / "recipe.json") == whole.recipe
+
+
+@pytest.mark.parametrize("out", [".", "runs/x"])
+def test_a_run_does_not_read_its_own_files(
+    small: Callable[..., Recipe], corpus: Path, tmp_path: Path, out: str
+) -> None:
+    (tmp_path / "link").symlink_to(corpus)
+    folder = tmp_path / "link" / out
+    with pytest.raises(ConfigError, match=r"lies in the corpus .* learn from its own files"):
+        run(small(), folder if out != "." else tmp_path / "link" / "new")
+    assert {path.stem for path in corpus.iterdir()} == set(MODULES)
+
+
+def test_one_folder_takes_one_run_at_a_time(whole: Run, copy: Path) -> None:
+    script = f"import fcntl, time; f = open({str(copy / 'lock')!r}, 'ab'); "
+    script += "fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        try:
+            with pytest.raises(ValueError, match=f"another process runs in {copy}; wait for it"):
+                run(whole.recipe, copy)
+        finally:
+            other.kill()
+    assert run(whole.recipe, copy).report == whole.report
+
+
+def test_a_run_holds_its_folder_to_the_end(
+    whole: Run, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def meanwhile(*arguments: Any) -> None:
+        with pytest.raises(ValueError, match="another process runs in"):
+            run(whole.recipe, copy)
+        tried.append(1)
+
+    for name in ("prepare_tokenizer", "show_continuation"):
+        kept = getattr(runner, name)
+        monkeypatch.setattr(runner, name, lambda *a, kept=kept: (meanwhile(), kept(*a))[1])
+    run(whole.recipe, copy)
+    assert tried == [1, 1]
+
+
+@pytest.mark.parametrize("lines", [0, 2, 3])
+def test_a_log_that_was_cut_or_deleted_does_not_cost_the_model(
+    whole: Run, copy: Path, lines: int
+) -> None:
+    """Before the report and after it; the last row of a log of 4 is lost."""
+    log = copy / "tiny" / "metrics.jsonl"
+    kept = log.read_text().splitlines(keepends=True)[:lines]
+    log.write_text("".join(kept) + '{"step": ') if lines else log.unlink()
+    assert run(whole.recipe, copy).report == whole.report
+    (copy / "report.json").unlink()
+    again = run(whole.recipe, copy).report
+    assert again["bits_per_byte"] == whole.report["bits_per_byte"]
+    assert again["stages"] == whole.report["stages"]
+
+
+def test_deleted_weights_come_back_and_the_report_stays(whole: Run, copy: Path) -> None:
+    shutil.rmtree(copy / "model")
+    assert run(whole.recipe, copy).report == whole.report
+    weights = "model/model.safetensors"
+    assert (copy / weights).read_bytes() == (whole.out / weights).read_bytes()

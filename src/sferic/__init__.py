@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from sferic.checkpoint import load, load_tokenizer, save
     from sferic.infer import generate
 
+__version__ = "0.1.0"
+
 _PLACES = {
     "load": "sferic.checkpoint",
     "save": "sferic.checkpoint",

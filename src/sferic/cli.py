@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sferic import __version__
 from sferic.config import (
     Sizes,
     load_model,
@@ -33,11 +34,32 @@ app.add_typer(tokenizer_app, name="tokenizer")
 # the parser's base class of wrong command lines, which typer doesn't export
 UsageError: Any = typer.BadParameter.__mro__[1]
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: cuda if there is one].")]
+# a default in brackets within a help text would be taken for markup, and vanish
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, ...", show_default="cuda if there is one")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Change one field of the config; repeatable."),
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sferic {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -130,7 +152,9 @@ def check(
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or a TOML or JSON file.")],
-    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/RECIPE].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE")
+    ] = None,
     overrides: Overrides = None,
     device: Device = None,
 ) -> None:
@@ -165,27 +189,23 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set this probable.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many tokens; 0: from all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeat less.")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     device: Device = None,
 ) -> None:
     """Continue a prompt; the text streams to the terminal."""
     from sferic.checkpoint import load, load_tokenizer
-    from sferic.infer import continue_text
+    from sferic.infer import Sampling, continue_text
     from sferic.runner import find_device
     from sferic.train import compute_dtype
 
+    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     where = find_device(device)
     loaded = load(model, device=str(where), dtype=compute_dtype("auto", where))
     tokenizer = load_tokenizer(model)
-    for text in continue_text(
-        loaded,
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    ):
+    for text in continue_text(loaded, tokenizer, prompt, sampling, max_new_tokens=max_new_tokens):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -3,6 +3,7 @@
 Every step leaves a file in the run folder and is skipped when its file is there, so the same
 command goes on after any interruption:
 
+    lock                     held while a run works here
     recipe.json              the resolved config
     tokenizer.json
     data/{train,heldout}/    token stores
@@ -12,12 +13,14 @@ command goes on after any interruption:
     report.json              held-out bits per byte and speed
 """
 
+import fcntl
 import json
 import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,9 +31,11 @@ import torch
 from sferic.checkpoint import load, save
 from sferic.config import ConfigError, PretrainStage, Recipe, dump
 from sferic.data import (
+    Document,
     PackStream,
     Tokenizer,
     TokenStore,
+    copy_tokenizer,
     heldout_packs,
     read_corpus,
     split,
@@ -38,15 +43,18 @@ from sferic.data import (
     write_store,
 )
 from sferic.data.files import write_file
+from sferic.data.sources import STDLIB
 from sferic.evals import compression
-from sferic.infer import continue_text
+from sferic.infer import Sampling, continue_text
 from sferic.nn import HybridModel
-from sferic.train import Trainer
+from sferic.train import Trainer, compute_dtype
 
 VALIDATION_PACKS = 8
 SAMPLE_TOKENS = 120
+MODEL_FILES = ("model/model.safetensors", "model/tokenizer.json")
 
 Say = Callable[[str], None]
+Sides = tuple[list[Document], list[Document]]  # training and held-out
 
 
 @dataclass(frozen=True)
@@ -76,17 +84,65 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
         Interrupted, Diverged: from training.
     """
     begin = time.perf_counter()
-    this = prepare(recipe, out, device, say)
+    where = find_device(device)
+    _check_folder(out, recipe)
+    sides = None if _is_prepared(out) else read_inputs(recipe, out)
+    out.mkdir(parents=True, exist_ok=True)
+    with _lock(out):
+        _check_folder(out, recipe)  # another run may have come first
+        if _is_new(out):
+            write_file(out / "recipe.json", (dump(recipe) + "\n").encode())
+        this = prepare(recipe, out, where, say, sides)
+        del sides  # a large corpus
+        model, report = reopen(this) if _is_finished(out) else complete(this, begin)
+        _print_scores(report["bits_per_byte"], say)
+        if recipe.prompt:
+            show_continuation(this, model)
+    return report
+
+
+def read_inputs(recipe: Recipe, out: Path) -> Sides:
+    """The training and the held-out documents, looked at before the folder is taken.
+
+    Raises:
+        ValueError: the corpus can't be read or split, or holds the run folder; or the recipe's
+            tokenizer file can't be used.
+    """
+    if recipe.tokenizer.path is not None:
+        _check_size(Tokenizer.load(recipe.tokenizer.path), recipe)
+    corpus = recipe.data.corpus
+    if corpus != STDLIB and out.resolve().is_relative_to(Path(corpus).resolve()):
+        raise ConfigError(
+            f"the run folder {out} lies in the corpus {corpus}, so the run would learn from its "
+            "own files; choose a folder elsewhere with --out"
+        )
+    return split(read_corpus(corpus), recipe.data.heldout, recipe.seed)
+
+
+def prepare(recipe: Recipe, out: Path, device: torch.device, say: Say, sides: Sides | None) -> Run:
+    """Make tokenizer and token stores from the two sides, or (None) find them in the folder."""
+    tokenizer = prepare_tokenizer(recipe, out, say, sides)
+    train, heldout = prepare_stores(out, say, tokenizer, sides)
+    return Run(recipe, out, device, say, tokenizer, train, heldout)
+
+
+def complete(this: Run, begin: float) -> tuple[HybridModel, dict[str, Any]]:
+    """Run every stage, save, score and report; returns the saved model and the report.
+
+    A report that is there already stays: a run whose weights were deleted only makes them again.
+
+    Args:
+        this: the run.
+        begin: `time.perf_counter()` when it began.
+    """
     model: HybridModel | None = None
     stages: dict[str, Any] = {}
-    for stage in recipe.stages:
+    for stage in this.recipe.stages:
         model, stages[stage.name] = run_stage(this, stage, model)
     assert model is not None
     loaded = save_weights(this, model)
-    report_file = out / "report.json"
-    if report_file.exists():
-        report: dict[str, Any] = json.loads(report_file.read_text("utf-8"))
-    else:
+    file = this.out / "report.json"
+    if not file.exists():
         report = {
             "bits_per_byte": score(this, loaded),
             "stages": stages,
@@ -94,20 +150,16 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
             # of this call; a run that was interrupted had others before it
             "seconds": round(time.perf_counter() - begin, 1),
         }
-        write_file(report_file, (json.dumps(report, indent=2) + "\n").encode())
-    _print_scores(report["bits_per_byte"], say)
-    if recipe.prompt:
-        show_continuation(this, loaded)
-    return report
+        write_file(file, (json.dumps(report, indent=2) + "\n").encode())
+    return loaded, json.loads(file.read_text("utf-8"))
 
 
-def prepare(recipe: Recipe, out: Path, device: str | None, say: Say) -> Run:
-    """Take the folder, and make tokenizer and token stores or find them there."""
-    where = find_device(device)
-    _claim(out, recipe)
-    tokenizer = prepare_tokenizer(recipe, out, say)
-    train, heldout = prepare_stores(recipe, tokenizer, out, say)
-    return Run(recipe, out, where, say, tokenizer, train, heldout)
+def reopen(this: Run) -> tuple[HybridModel, dict[str, Any]]:
+    """The saved model and the report of a run that has ended."""
+    this.say(f"{this.out} holds the finished run")
+    precision = compute_dtype(this.recipe.stages[-1].precision, this.device)
+    model = load_weights(this, precision)
+    return model, json.loads((this.out / "report.json").read_text("utf-8"))
 
 
 def find_device(name: str | None) -> torch.device:
@@ -124,26 +176,54 @@ def find_device(name: str | None) -> torch.device:
         raise ValueError(f"device {name!r} can't be used ({reason}); try --device cpu") from error
 
 
-def _claim(out: Path, recipe: Recipe) -> None:
-    """Make the folder this recipe's, or check that it is."""
-    file = out / "recipe.json"
-    text = dump(recipe) + "\n"
-    if file.exists():
-        differences = _differences(json.loads(file.read_text("utf-8")), json.loads(text))
-        if differences:
-            raise ConfigError(
-                f"{out} holds a run of another recipe ({'; '.join(differences[:5])}); "
-                "choose another folder with --out, or delete this one"
-            )
+def _is_new(out: Path) -> bool:
+    """Whether there is nothing but what a run leaves that died or failed before its tokenizer."""
+    left = {"lock", "recipe.json", "recipe.json.tmp", "tokenizer.json.tmp"}
+    return not out.exists() or all(file.name in left for file in out.iterdir())
+
+
+def _check_folder(out: Path, recipe: Recipe) -> None:
+    """Refuse a folder that holds another recipe's run, or files of no run."""
+    if _is_new(out):
         return
-    # recipe.json.tmp is what a run leaves that died here
-    if out.exists() and any(file.name != "recipe.json.tmp" for file in out.iterdir()):
+    file = out / "recipe.json"
+    if not file.exists():
         raise ConfigError(
             f"{out} is not empty and holds no run (no recipe.json): its files could be "
             "overwritten; choose another folder with --out"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    write_file(file, text.encode())
+    differences = _differences(json.loads(file.read_text("utf-8")), json.loads(dump(recipe)))
+    if differences:
+        raise ConfigError(
+            f"{out} holds a run of another recipe ({'; '.join(differences[:5])}); "
+            "choose another folder with --out, or delete this one"
+        )
+
+
+@contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """Be the only run in a folder; the system ends the lock with the process that holds it.
+
+    Raises:
+        ValueError: another process works there.
+    """
+    with (out / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process runs in {out}; wait for it, or choose another folder with --out"
+            ) from error
+        yield
+
+
+def _is_prepared(out: Path) -> bool:
+    """Whether the corpus has been read for good."""
+    return all((out / name).exists() for name in ("tokenizer.json", "data/train", "data/heldout"))
+
+
+def _is_finished(out: Path) -> bool:
+    return all((out / name).exists() for name in ("report.json", *MODEL_FILES))
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -156,33 +236,40 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     return [] if old == new else [f"{path[1:]} was {old!r}, now {new!r}"]
 
 
-def prepare_tokenizer(recipe: Recipe, out: Path, say: Say) -> Tokenizer:
+def prepare_tokenizer(recipe: Recipe, out: Path, say: Say, sides: Sides | None) -> Tokenizer:
     """Load the run's tokenizer; train or copy it first."""
     file = out / "tokenizer.json"
+    path = recipe.tokenizer.path
     if not file.exists():
-        if recipe.tokenizer.path is not None:
-            Tokenizer.load(recipe.tokenizer.path).save(file)
+        if path is not None and Path(path).is_dir():
+            copy_tokenizer(Path(path), out)
+        elif path is not None:
+            Tokenizer.load(path).save(file)
         else:
             assert recipe.tokenizer.vocab_size is not None
+            assert sides is not None
             say(f"training a tokenizer of {recipe.tokenizer.vocab_size:,} entries")
-            train, _ = split(read_corpus(recipe.data.corpus), recipe.data.heldout, recipe.seed)
-            Tokenizer.train((d.text for d in train), recipe.tokenizer.vocab_size).save(file)
-    tokenizer = Tokenizer.load(file)
+            Tokenizer.train((d.text for d in sides[0]), recipe.tokenizer.vocab_size).save(file)
+    tokenizer = Tokenizer.load(out)
+    _check_size(tokenizer, recipe)
+    return tokenizer
+
+
+def _check_size(tokenizer: Tokenizer, recipe: Recipe) -> None:
     if tokenizer.vocab_size > recipe.model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} entries, model.vocab_size is "
             f"{recipe.model.vocab_size}; raise it to at least as many"
         )
-    return tokenizer
 
 
 def prepare_stores(
-    recipe: Recipe, tokenizer: Tokenizer, out: Path, say: Say
+    out: Path, say: Say, tokenizer: Tokenizer, sides: Sides | None
 ) -> tuple[TokenStore, TokenStore]:
     """The training and held-out token stores, written on the first run and verified after."""
     paths = [out / "data" / "train", out / "data" / "heldout"]
     if not all(path.exists() for path in paths):
-        sides = split(read_corpus(recipe.data.corpus), recipe.data.heldout, recipe.seed)
+        assert sides is not None
         for path, documents in zip(paths, sides, strict=True):
             shutil.rmtree(path, ignore_errors=True)
             store = write_store(
@@ -233,27 +320,30 @@ def run_stage(
         f"{stage.name}: {parameters / 1e6:.2f} M parameters in {precision} on "
         f"{this.device.type}, packs of {stage.seq_len:,} tokens {stream.report()['fill']:.1%} full"
     )
-    last = trainer.run()[-1]
-    seconds = trainer.progress.seconds
+    rows, progress = trainer.run(), trainer.progress
+    # a log that somebody deleted or cut must not cost the trained model
+    last = rows[-1] if rows and rows[-1]["step"] == progress.step else {}
     return model, {
-        "steps": last["step"],
-        "tokens": last["tokens"],
-        "training_seconds": seconds,
-        "tokens_per_second": round(last["tokens"] / seconds),
-        "validation_loss": last["validation_loss"],
-        "skipped": last["skipped"],
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "training_seconds": progress.seconds,
+        "tokens_per_second": round(progress.tokens / progress.seconds),
+        "validation_loss": last.get("validation_loss") or trainer.validate(),
+        "skipped": progress.skipped,
     }
 
 
 def save_weights(this: Run, model: HybridModel) -> HybridModel:
-    """Write the model folder, unless its run is reported; returns the model read back from it."""
-    folder = this.out / "model"
-    needed = (this.out / "report.json", folder / "model.safetensors", folder / "tokenizer.json")
-    if not all(file.exists() for file in needed):
-        save(model, folder)
-        this.tokenizer.save(folder / "tokenizer.json")
-    loaded = load(folder, device=str(this.device))
-    loaded.compute_dtype = model.compute_dtype
+    """Write the model folder; returns the model read back from it."""
+    save(model, this.out / "model")
+    copy_tokenizer(this.out, this.out / "model")
+    return load_weights(this, model.compute_dtype)
+
+
+def load_weights(this: Run, precision: torch.dtype | None) -> HybridModel:
+    """The saved model, to compute in this precision."""
+    loaded = load(this.out / "model", device=str(this.device))
+    loaded.compute_dtype = precision
     return loaded
 
 
@@ -268,8 +358,9 @@ def show_continuation(this: Run, model: HybridModel) -> None:
     """Let the model write, as it decodes."""
     prompt = this.recipe.prompt
     this.say(f"\nA continuation of {prompt!r} by the saved weights:\n")
+    sampling = Sampling(temperature=0.7)
     for text in continue_text(
-        model, this.tokenizer, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.7
+        model, this.tokenizer, prompt, sampling, max_new_tokens=SAMPLE_TOKENS
     ):
         sys.stdout.write(text)
         sys.stdout.flush()

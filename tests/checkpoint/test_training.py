@@ -169,6 +169,28 @@ def test_damage_is_an_error_that_names_the_checkpoint_and_the_way_out(
         load_checkpoint(path, *pair(1))
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "null", "3", "{}", '{"progress": 1, "sha256": {}}', '{"progress": {}}']
+)
+def test_progress_that_is_none_is_damage_too(tmp_path: Path, content: str) -> None:
+    path = save(tmp_path, 2, pair(0, steps=2))
+    (path / "progress.json").write_text(content)
+    with pytest.raises(ValueError, match=r"can't be read \(progress.json holds no progress\)"):
+        load_checkpoint(path, *pair(1))
+
+
+def test_an_error_without_words_is_named_by_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise EOFError
+
+    path = save(tmp_path, 2, pair(0))
+    monkeypatch.setattr(training, "sha256", fail)
+    with pytest.raises(ValueError, match=r"can't be read \(EOFError\)"):
+        load_checkpoint(path, *pair(1))
+
+
 def test_one_flipped_bit_of_a_weight_is_noticed(tmp_path: Path) -> None:
     made = pair(0, steps=2)
     path = save(tmp_path, 2, made)

@@ -56,6 +56,12 @@ TWO_STAGES = "stages=[{s}, {s}]".format(
         ("stages.0.kind=sft", "stages.0.kind = 'sft': must be 'pretrain'"),
         ("stages.0.name=../x", "stages.0.name = '../x': must serve as a folder name: a letter or"),
         ("stages.0.name='a b'", "stages.0.name = 'a b': must serve as a folder name"),
+        *(
+            (f"stages.0.name={name}", f"stages.0.name = '{name}': a run keeps data, lock, model,")
+            for name in ("model", "Data", "tokenizer.json", "recipe.json", "report.json", "lock")
+        ),
+        ("stages.0.name=model.old.tmp", "stages.0.name = 'model.old.tmp': a run keeps data, lock"),
+        ("stages.0.name=a/b", "stages.0.name = 'a/b': must serve as a folder name"),
         ("stages.0.name=''", "stages.0.name = '': must serve as a folder name"),
         (
             "stages.0.lr=[{shape='linear', to=1.0}, {shape='constant', to=1.0}]",
@@ -84,6 +90,7 @@ TWO_STAGES = "stages=[{s}, {s}]".format(
         ("stages.0.optimizer.betas=[0.9, 1.0]", "stages.0.optimizer.betas.1 = 1.0: must be less"),
         ("data.heldout=0", "data.heldout = 0: must be greater than 0"),
         ("data.heldout=0.6", "data.heldout = 0.6: must be less than or equal to 0.5"),
+        (f"seed={2**63}", f"seed = {2**63}: must be less than {2**63}"),
         ("seed=-1", "seed = -1: must be greater than or equal to 0"),
         ("model.ffn.topk=1", "model.ffn.topk: unknown field 'topk'; did you mean 'top_k'?"),
         ("stages.0.lrr=1", "stages.0.lrr: unknown field 'lrr'; did you mean 'lr'?"),
@@ -109,3 +116,7 @@ def test_a_constant_rate_may_outlast_a_budget_in_the_other_unit() -> None:
 
 def test_a_rate_may_fall_to_zero() -> None:
     assert stage("stages.0.lr.1.to=0").lr[1].to == 0
+
+
+def test_the_largest_seed() -> None:
+    assert load_recipe("tiny", [f"seed={2**63 - 1}"]).seed == 2**63 - 1

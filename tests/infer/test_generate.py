@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from sferic.infer import generate, generate_stream, sample
+from sferic.infer import Sampling, generate, generate_stream, sample
 from sferic.nn import HybridModel
 
 MakeModel = Callable[..., HybridModel]
 MODULE = importlib.import_module("sferic.infer.generate")  # not the function of that name
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5], [8], [2, 7, 1, 8], [31, 4, 15, 9, 2, 6, 5, 35, 8, 9, 7]]
-SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}]
+SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "top_p": 0.8, "seed": 4},
+    {"temperature": 1.1, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.4, "seed": 1},
+    {"repetition_penalty": 3.0},
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +33,13 @@ def naive(
     new: int,
     *,
     vocab_size: int | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    **options: Any,
 ) -> list[int]:
     ids = list(prompt)
     for _ in range(new):
         logits = model(torch.tensor([ids]))[0, -1:, :vocab_size]
-        token = sample(
-            logits, temperature=temperature, top_p=top_p, seed=seed, positions=[len(ids)]
-        )
-        ids.append(int(token))
+        seen = torch.tensor([[i in ids for i in range(logits.shape[1])]])
+        ids.append(int(sample(logits, Sampling(**options), [len(ids)], seen)))
     return ids[len(prompt) :]
 
 
@@ -111,6 +112,47 @@ def test_rows_of_the_head_without_a_token_are_never_chosen(model: HybridModel) -
     assert expected != free
     steps = generate_stream(model, PROMPTS[:1], max_new_tokens=8, vocab_size=limit)
     assert [step[0] for step in steps] == expected
+
+
+def test_the_penalty_is_for_the_prompt_and_what_came_after(model: HybridModel) -> None:
+    """With a penalty that nothing outweighs, greedy decoding says each positive token once."""
+    free, penalised = (
+        generate(model, PROMPTS[2], max_new_tokens=12, repetition_penalty=p)[0] for p in (1.0, 1e6)
+    )
+    assert len({*PROMPTS[2], *free}) < 4 + 12
+    assert len({*PROMPTS[2], *penalised}) == 4 + 12
+
+
+def test_the_penalty_knows_prompts_of_ids_that_are_never_chosen(model: HybridModel) -> None:
+    prompt = [39, 3, 38]
+    expected = naive(model, prompt, 8, vocab_size=20, repetition_penalty=2.0)
+    found = generate(model, prompt, max_new_tokens=8, vocab_size=20, repetition_penalty=2.0)
+    assert found == [expected]
+
+
+def test_weights_that_give_nan_are_an_error_not_text(make_model: MakeModel) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.embed_tokens.weight[7] = torch.nan
+    message = "logits of prompt 1 after 2 tokens are NaN or infinite; check that the weights"
+    for options in SAMPLING:
+        with pytest.raises(ValueError, match=message):
+            generate(model, [[1, 2], [3, 7]], max_new_tokens=3, **options)
+
+
+def test_a_prompt_that_has_stopped_may_turn_nan(make_model: MakeModel) -> None:
+    model = make_model()
+    free = generate(model, PROMPTS, max_new_tokens=4)
+    (stop,) = {free[3][0]} - {t for ids in (*PROMPTS, *free[:3]) for t in ids}
+    with torch.no_grad():
+        model.embed_tokens.weight[stop] = torch.nan
+    found = generate(model, PROMPTS, max_new_tokens=4, stop_ids={stop})
+    assert found == [*free[:3], [stop]]
+
+
+def test_options_are_checked_before_the_model_runs(model: HybridModel) -> None:
+    with pytest.raises(ValueError, match="top_p is 2, it must be"):
+        generate(model, PROMPTS, max_new_tokens=3, top_p=2)
 
 
 def test_a_model_in_training_mode_drops_no_token(model: HybridModel) -> None:

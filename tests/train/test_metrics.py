@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,13 +115,25 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_has_one_live_line() -> None:
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """`at(seconds)` sets the clock, which stands at 1000."""
+
+    def set(seconds: float) -> None:
+        monkeypatch.setattr(time, "monotonic", lambda: seconds)
+
+    set(1000)
+    return set
+
+
+def test_a_terminal_has_one_live_line(at: Callable[[float], None]) -> None:
     out = Terminal()
     show = LiveLine("demo", out=out)
-    show.interval = 0
     first, second = rows_of(3.25, 2.0)
-    show.update(first, 0.5, 3725)
-    show.update(second, 1.0, 0)
+    at(1000 + 3725)
+    show.update(first, 0.5)
+    at(9000)
+    show.update(second, 1.0)
     show.note("something happened")
     show.finish()
     clear = "\r\x1b[K"
@@ -130,22 +144,64 @@ def test_a_terminal_has_one_live_line() -> None:
     )
 
 
-def test_a_log_file_has_whole_lines_now_and_then() -> None:
+def test_a_log_file_has_whole_lines_now_and_then(at: Callable[[float], None]) -> None:
     out = io.StringIO()
-    show = LiveLine("demo", interval=60, out=out)
+    show = LiveLine("demo" * 30, interval=60, out=out)
     for row in rows_of(*[2.0] * 9):
-        show.update(row, row["step"] / 9, 61)
+        at(1000 + 7 * row["step"])
+        show.update(row, row["step"] / 9)
     show.finish()
     lines = out.getvalue().splitlines()
     assert len(lines) == 2  # the first and, past the interval or not, the last
-    assert lines[0].endswith("1,234 tokens/s  1:01 left")
-    assert lines[1].startswith("demo 100%  step 9")
+    assert lines[0].endswith("1,234 tokens/s  0:56 left")
+    assert lines[1].startswith("demo" * 30 + " 100%  step 9")
     assert "\r" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"), [(0.001, "  0%"), (0.29, " 29%"), (0.996, " 99%"), (1.0, "100%")]
+)
+def test_only_the_end_is_100_percent(at: Callable[[float], None], share: float, shown: str) -> None:
+    out = io.StringIO()
+    show = LiveLine("demo", out=out)
+    at(1001)
+    show.update(rows_of(2.0)[0], share)
+    assert out.getvalue().startswith(f"demo {shown}  step 1")
+
+
+def test_the_time_left_follows_the_recent_speed(at: Callable[[float], None]) -> None:
+    """Half of the budget was done before; 100 steps of 9 s, then 60 of 1 s, of 1000 in all."""
+    out = Terminal()
+    show = LiveLine("demo", 0.5, out=out)
+    for step in range(1, 161):
+        at(1000 + 9 * min(step, 100) + max(step - 100, 0))
+        show.update(rows_of(2.0)[0], 0.5 + step / 1000)
+    shown = [text.split()[-2] for text in out.getvalue().split("\r")[1:]]
+    assert shown[0] == "1:14:51"  # 499 steps of 9 s
+    assert shown[99] == "1:00:00"  # 400 steps of 9 s
+    assert shown[-1] == "5:40"  # 340 steps of 1 s
+
+
+@pytest.mark.parametrize("columns", [0, 20, 200])
+def test_a_live_line_never_wraps(
+    at: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    out = Terminal()
+    monkeypatch.setattr(out, "fileno", lambda: 2)
+    monkeypatch.setattr(
+        os, "get_terminal_size", lambda fd: os.terminal_size((columns * fd // 2, 9))
+    )
+    show = LiveLine("a long name of a stage" * 5, out=out)
+    at(1001)
+    show.update(rows_of(2.0)[0], 0.5)
+    shown = out.getvalue().removeprefix("\r\x1b[K")
+    assert shown.startswith("a long name of a st")
+    assert len(shown) == {0: 79, 20: 19}.get(columns, len(shown)) < 200
 
 
 def test_a_step_without_a_finite_loss_can_be_shown() -> None:
     out = io.StringIO()
-    LiveLine("demo", out=out).update(rows_of(None)[0], 1.0, 0)
+    LiveLine("demo", out=out).update(rows_of(None)[0], 1.0)
     assert "step 1" in out.getvalue()
 
 

@@ -124,4 +124,7 @@ def test_a_resumed_run_says_so(
     trainer: Make, whole: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer(folder=whole.folder).run()
-    assert "tiny: resumed at step 6\n" in capsys.readouterr().err
+    assert capsys.readouterr().err == "tiny: finished before, at step 6\n"
+    shutil.rmtree(whole.folder / "checkpoints" / "step-00000006")
+    trainer(folder=whole.folder).run()
+    assert capsys.readouterr().err.startswith("tiny: resumed at step 4\ntiny  83%  step 5 ")

@@ -78,19 +78,27 @@ def load_checkpoint(
     """
     state = _state(model, optimizer)
     try:
-        saved = json.loads((path / PROGRESS_FILE).read_text("utf-8"))
-        for name, digest in saved["sha256"].items():
+        progress, hashes = _read_progress(path / PROGRESS_FILE)
+        for name, digest in hashes.items():
             if sha256(path / name) != digest:
                 raise ValueError(f"{name} has changed since it was written")
         with _one_process():
             state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
-        return saved["progress"]
+        return progress
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise ValueError(
             f"the checkpoint {path} can't be read ({reason}); delete it to go on from an "
             "earlier one"
         ) from error
+
+
+def _read_progress(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The loop's counters, and the hash of each other file."""
+    match json.loads(file.read_text("utf-8")):
+        case {"progress": dict(progress), "sha256": dict(hashes)}:
+            return progress, hashes
+    raise ValueError(f"{file.name} holds no progress")
 
 
 def _one_process() -> warnings.catch_warnings:

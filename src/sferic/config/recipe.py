@@ -19,6 +19,11 @@ from sferic.config.model import ModelConfig
 
 Unit = Literal["steps", "tokens"]
 
+# what a run writes beside the folders of its stages
+RESERVED_NAMES = frozenset(
+    {"data", "lock", "model", "recipe.json", "report.json", "tokenizer.json"}
+)
+
 
 class TokenizerConfig(Config):
     """Exactly one of: `vocab_size`, to train one on the training split, or `path`, to load one.
@@ -128,6 +133,12 @@ class Stage(Config):
             raise ValueError(
                 "must serve as a folder name: a letter or digit, then letters, digits, . _ or -"
             )
+        # some file systems take no notice of case; what is half written ends in .tmp
+        if name.lower() in RESERVED_NAMES or name.lower().endswith(".tmp"):
+            raise ValueError(
+                f"a run keeps {', '.join(sorted(RESERVED_NAMES))} and *.tmp for itself; "
+                "choose another name"
+            )
         return name
 
     @field_validator("lr", "batch")
@@ -176,7 +187,7 @@ class Recipe(Config):
     model: ModelConfig
     tokenizer: TokenizerConfig
     data: DataConfig = DataConfig()
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 0
     stages: tuple[PretrainStage, ...] = Field(min_length=1)
     prompt: str = ""
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from sferic.data import IncrementalDecoder, Tokenizer
-from sferic.infer.generate import generate_stream
+from sferic.infer.generate import GREEDY, generate_stream
+from sferic.infer.sampler import Sampling
 from sferic.nn import HybridModel
 
 
@@ -11,11 +12,9 @@ def continue_text(
     model: HybridModel,
     tokenizer: Tokenizer,
     prompt: str,
+    sampling: Sampling = GREEDY,
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
 ) -> Iterator[str]:
     """Yield a prompt and its continuation in pieces of whole characters, to the document's end.
 
@@ -26,10 +25,8 @@ def continue_text(
     for (token,) in generate_stream(
         model,
         [tokenizer.encode(prompt) or [start]],
+        sampling,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
         stop_ids=tokenizer.stop_ids,
         vocab_size=tokenizer.vocab_size,
     ):

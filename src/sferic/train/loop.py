@@ -102,9 +102,10 @@ class Trainer:
             Diverged: `max_bad_steps` steps in a row were skipped; the last good checkpoint stays.
         """
         log = MetricsLog(self.folder / "metrics.jsonl", self.progress.step)
-        line = LiveLine(self.stage.name)
+        line = LiveLine(self.stage.name, self._share())
         if self.resumed_from is not None:
-            line.note(f"{self.stage.name}: resumed at step {self.progress.step}")
+            what = "finished before, at step" if self._done() else "resumed at step"
+            line.note(f"{self.stage.name}: {what} {self.progress.step}")
         old = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             while not self._done():
@@ -115,7 +116,7 @@ class Trainer:
                 if "bad" in row:
                     line.note(f"step {row['step']} skipped: {row['bad']}")
                     self._stop_if_diverging(row)
-                line.update(row, *self._time_left())
+                line.update(row, min(self._share(), 1.0))
                 self._save_if_due()
                 if self._signal is not None:
                     raise Interrupted(self._signal, self._farewell())
@@ -256,11 +257,6 @@ class Trainer:
             return self.progress.step / budget.steps
         assert budget.tokens is not None
         return self.progress.tokens / budget.tokens
-
-    def _time_left(self) -> tuple[float, float]:
-        """Share of the budget done, and seconds left at the mean speed so far."""
-        share = min(self._share(), 1.0)
-        return share, self.progress.seconds * (1 / share - 1)
 
     def _non_finite(self, loss: float, norm: float) -> str | None:
         if not math.isfinite(loss):

@@ -5,12 +5,15 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, TextIO
 
 from sferic.data.files import publish, temporary, write_file
 
 Row = dict[str, Any]
+
+RECENT_STEPS = 50  # the time left is reckoned from their speed
 
 
 class MetricsLog:
@@ -58,30 +61,37 @@ class LiveLine:
     On a terminal the line is rewritten; elsewhere one is printed every `interval` seconds.
     """
 
-    def __init__(self, name: str, interval: float = 15.0, out: TextIO | None = None) -> None:
+    def __init__(
+        self, name: str, share: float = 0.0, interval: float = 15.0, out: TextIO | None = None
+    ) -> None:
+        """Begin to measure, with a share (0 to 1) of the budget done before."""
         self.name = name
         self.out = out or sys.stderr
         self.live = self.out.isatty()
         self.interval = 0.2 if self.live else interval
         self._last = -math.inf
+        self._recent = deque([(time.monotonic(), share)], maxlen=RECENT_STEPS + 1)
 
-    def update(self, row: Row, share: float, seconds_left: float) -> None:
+    def update(self, row: Row, share: float) -> None:
         """Show a step.
 
         Args:
             row: a metrics row.
-            share: of the budget done, 0 to 1.
-            seconds_left: at the present speed.
+            share: of the budget done, above that of the step before; 1 at the end.
         """
         now = time.monotonic()
+        self._recent.append((now, share))
         if now - self._last < self.interval and share < 1:
             return
         self._last = now
         loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
+        begin, before = self._recent[0]
+        left = (now - begin) * (1 - share) / (share - before)
+        percent = 100 if share >= 1 else min(round(100 * share), 99)
         line = (
-            f"{self.name} {share:4.0%}  step {row['step']}  loss {loss}  "
+            f"{self.name} {percent:3}%  step {row['step']}  loss {loss}  "
             f"lr {row['lr']:.2e}  {row['tokens_per_second']:,.0f} tokens/s  "
-            f"{_clock(seconds_left)} left"
+            f"{_clock(left)} left"
         )
         self._write(line)
 
@@ -96,8 +106,16 @@ class LiveLine:
             self.out.write("\n")
 
     def _write(self, line: str) -> None:
-        self.out.write(f"\r\x1b[K{line}" if self.live else line + "\n")
+        self.out.write(f"\r\x1b[K{line[: self._width()]}" if self.live else line + "\n")
         self.out.flush()
+
+    def _width(self) -> int:
+        """Characters that fit before the terminal wraps, after which a line can't be rewritten."""
+        try:
+            columns = os.get_terminal_size(self.out.fileno()).columns
+        except OSError:
+            columns = 0
+        return (columns or 80) - 1
 
 
 def _clock(seconds: float) -> str:

@@ -1,0 +1,5 @@
+"""`python -m sferic` is the `sferic` program."""
+
+from sferic.cli import main
+
+main()
