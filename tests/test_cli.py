@@ -175,7 +175,7 @@ def test_a_command_without_its_verb_shows_help(sferic: Sferic, path: list[str]) 
         ("info tiny --set num_heads=3", "num_kv_heads 2 must divide num_heads 3"),
         ("run tiny --out {tmp}/run --set data.corpus={tmp}/none", "none' is not a folder"),
         ("run tiny --out {tmp}/run --device nothing", "device 'nothing' can't be used"),
-        ("generate --model {tmp}/none --prompt x", "none is not a model folder"),
+        ("generate --model {tmp}/none --prompt x", "none is not there"),
         ("data tokenize {tmp} {tmp}/s --tokenizer {tmp}/t.json", "t.json is not a readable"),
         ("data pack {tmp}/none", "none is not a token store"),
         ("tokenizer train {tmp}/none {tmp}/t.json", "none' is not a folder"),

@@ -16,7 +16,9 @@ def test_ids_of_the_tokenizer_begin_and_stop_a_text(
     tokenizer = Tokenizer(trained._backend, end_id=3, bos_id=bos_id, stop_ids=(5, 6))
     seen: list[Any] = []
 
-    def stream(model: Any, prompts: list[list[int]], **options: Any) -> Iterator[tuple[int]]:
+    def stream(
+        model: Any, prompts: list[list[int]], sampling: Any, **options: Any
+    ) -> Iterator[tuple[int]]:
         seen.append((prompts, options["stop_ids"]))
         yield (tokenizer.encode("x")[0],)
 
