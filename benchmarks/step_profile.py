@@ -21,12 +21,14 @@ from torch.profiler import ProfilerActivity, profile
 from sferic.config import load_recipe
 from sferic.data import PackStream
 from sferic.nn import HybridModel
+from sferic.ops.memory import keep_freed_memory
 from sferic.runner import machine, prepare, read_inputs
 from sferic.train import Trainer
 
 
 def measure(recipe_name: str, steps: int) -> dict[str, Any]:
     """Profile the first stage of a recipe on the CPU; shares are of a step's wall time."""
+    keep_freed_memory()  # as `sferic run` does
     recipe = load_recipe(recipe_name)
     stage = recipe.stages[0]
     with tempfile.TemporaryDirectory() as folder:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import typer.main
 
+from mended_minimax import tiny_transformers
 from sferic.cli import app, main
 from sferic.config import load_model, load_recipe
+from sferic.data import copy_tokenizer
 from sferic.runner import run
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +123,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "stages.0.budget.steps=2", "stages.0.batch.0.tokens=256",
     ]  # fmt: skip
     run(load_recipe("tiny", changes), folder / "runs" / "demo", "cpu", lambda line: None)
+    published = folder / "MiniMax-Text-01"
+    tiny_transformers(vocab_size=400).save_pretrained(published)
+    copy_tokenizer(folder / "runs" / "demo", published)
     return folder
 
 
@@ -137,14 +142,15 @@ def test_python_blocks_run(
         exec(compile(text, str(page), "exec"), {})
 
 
+@pytest.mark.parametrize(("name", "least"), [("README.md", 5), ("docs/weights.md", 4)])
 def test_the_quick_commands_run_in_the_order_of_the_page(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, least: int
 ) -> None:
     """All but `run`, whose recipes run shrunk elsewhere."""
     monkeypatch.chdir(workplace)
-    readme = (ROOT / "README.md").read_text("utf-8")
-    lines = [line for line in readme.splitlines() if line.startswith("sferic ")]
+    page = (ROOT / name).read_text("utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("sferic ")]
     quick = [line for line in lines if not line.startswith("sferic run ")]
-    assert len(quick) >= 5
+    assert len(quick) >= least
     for line in quick:
         main(shlex.split(line.replace("/tmp/", f"{tmp_path}/"))[1:])

@@ -27,7 +27,8 @@ def test_the_readme_says_what_the_profile_measured() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     profile = results("step-profile-cpu.json")
     share = profile["kernel_share"]
-    assert f"{share['aten::mm'] + share['aten::bmm']:.0%}" in readme
+    products = ("mkldnn::_linear_pointwise", "aten::mm", "aten::bmm")
+    assert f"{sum(share.get(name, 0) for name in products):.0%}" in readme
     assert f"{profile['outside_kernels']:.1%}" in readme
     assert f"{profile['parameters'] / 1e6:.2f} M parameters" in readme
 
@@ -38,3 +39,26 @@ def test_the_demo_meets_its_bars() -> None:
     assert bits["model"] <= 2.4
     assert bits["model"] <= 0.7 * bits["unigram"]
     assert demo["seconds"] < 360
+
+
+def test_the_readme_says_what_transformers_beside_us_took() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    rows = results("cpu-transformers.json")["rows"]
+    cases = {row["case"] for row in rows}
+    assert len(cases) == 3
+    for case in cases:
+        us, them = (
+            next(r for r in rows if r["case"] == case and r["impl"].startswith(name))
+            for name in ("sferic", "transformers")
+        )
+        assert us["pass"] and us["difference"] < 3e-5
+        line = next(line for line in readme.splitlines() if case in line)
+        for part in (f"{us['ms']:.3g} ms", f"{them['ms']:.3g} ms", f"{us['times_faster']:.2f}"):
+            assert part in line
+        assert f"{us['share_of_floor']:.0%}" in line
+
+
+def test_a_batched_forward_is_far_faster_than_that_of_transformers() -> None:
+    rows = results("cpu-transformers.json")["rows"]
+    best = {r["case"]: r["times_faster"] for r in rows if r["impl"] == "sferic"}
+    assert best["forward of 8 x 1024 tokens"] >= 1.7

@@ -160,8 +160,10 @@ def run(
 ) -> None:
     """Train a recipe's stages, score the result and let it write; continues an interrupted run."""
     loaded = load_recipe(recipe, overrides or ())
+    from sferic.ops.memory import keep_freed_memory
     from sferic.runner import run as run_recipe
 
+    keep_freed_memory()
     folder = out or Path("runs") / Path(recipe).stem
     run_recipe(loaded, folder, device, typer.echo)
     stage, me = loaded.stages[-1].name, _my_name()
@@ -184,7 +186,7 @@ def _my_name() -> str:
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Option(help="A model folder.")],
+    model: Annotated[str, typer.Option(help="A model folder of any layout, or a hub id.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -198,10 +200,12 @@ def generate(
     """Continue a prompt; the text streams to the terminal."""
     from sferic.checkpoint import load, load_tokenizer
     from sferic.infer import Sampling, continue_text
+    from sferic.ops.memory import keep_freed_memory
     from sferic.runner import find_device
     from sferic.train import compute_dtype
 
     sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
+    keep_freed_memory()
     where = find_device(device)
     loaded = load(model, device=str(where), dtype=compute_dtype("auto", where))
     tokenizer = load_tokenizer(model)
