@@ -51,7 +51,8 @@ def test_the_readme_says_what_transformers_beside_us_took() -> None:
             next(r for r in rows if r["case"] == case and r["impl"].startswith(name))
             for name in ("sferic", "transformers")
         )
-        assert us["pass"] and us["difference"] < 3e-5
+        assert us["pass"]
+        assert us["difference"] < 3e-5
         line = next(line for line in readme.splitlines() if case in line)
         for part in (f"{us['ms']:.3g} ms", f"{them['ms']:.3g} ms", f"{us['times_faster']:.2f}"):
             assert part in line
