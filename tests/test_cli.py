@@ -176,7 +176,7 @@ def test_a_command_without_its_verb_shows_help(sferic: Sferic, path: list[str]) 
         ("run tiny --out {tmp}/run --set data.corpus={tmp}/none", "none' is not a folder"),
         ("run tiny --out {tmp}/run --device nothing", "device 'nothing' can't be used"),
         ("generate --model {tmp}/none --prompt x", "none is not there"),
-        ("data tokenize {tmp} {tmp}/s --tokenizer {tmp}/t.json", "t.json is not a readable"),
+        ("data tokenize {tmp} {tmp}/s --tokenizer {tmp}/t.json", "has no t.json: copy it"),
         ("data pack {tmp}/none", "none is not a token store"),
         ("tokenizer train {tmp}/none {tmp}/t.json", "none' is not a folder"),
         ("info", "Missing"),

@@ -14,7 +14,6 @@ import typer.main
 from mended_minimax import tiny_transformers
 from sferic.cli import app, main
 from sferic.config import load_model, load_recipe
-from sferic.data import copy_tokenizer
 from sferic.runner import run
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +124,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(load_recipe("tiny", changes), folder / "runs" / "demo", "cpu", lambda line: None)
     published = folder / "MiniMax-Text-01"
     tiny_transformers(vocab_size=400).save_pretrained(published)
-    copy_tokenizer(folder / "runs" / "demo", published)
+    file = (folder / "runs" / "demo" / "tokenizer.json").read_text("utf-8")
+    for i, name in enumerate(("beginning_of_sentence", "end_of_sentence")):
+        file = file.replace(f"<reserved_{i}>", f"<{name}>")
+    (published / "tokenizer.json").write_text(file, "utf-8")
+    (published / "tokenizer_config.json").write_text('{"eos_token": "<end_of_sentence>"}')
+    (published / "generation_config.json").unlink()
     return folder
 
 

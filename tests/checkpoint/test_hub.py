@@ -53,6 +53,14 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, cache: Path) -> 
     assert "pip install 'sferic[hub]'" in python(code, tmp_path, cache).stderr
 
 
+def test_a_mistyped_path_asks_no_hub(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "someone").mkdir()
+    for path in ("someone/tiny", "./tiny", "../tiny", "/nowhere/tiny"):
+        done = python(f"import sferic; sferic.load({path!r})", tmp_path, cache)
+        assert "is not there" in done.stderr
+        assert "hub" not in done.stderr.splitlines()[-1]
+
+
 def test_a_folder_of_that_name_wins(tmp_path: Path, cache: Path, published: Path) -> None:
     shutil.copytree(published, tmp_path / "someone" / "tiny")
     shutil.rmtree(cache)

@@ -211,6 +211,9 @@ def test_all_problems_are_listed_at_once() -> None:
         ({"hidden_size": "wide"}, "hidden_size = 'wide'"),
         ({"num_experts_per_tok": 33}, "top_k 33"),
         ({"sferic": {"init_gain": -1}}, "init_gain = -1"),
+        ({"sferic": {"num_layers": 3}}, "may hold init_gain"),
+        ({"sferic": 3}, "sferic = 3"),
+        ({"rope_parameters": [1]}, "must be a table"),
     ],
 )
 def test_another_architecture_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -353,15 +356,19 @@ def test_only_what_sferic_wrote_is_replaced(published: Path, tmp_path: Path) -> 
     foreign.mkdir()
     (foreign / "config.json").write_text((published / "config.json").read_text())
     with pytest.raises(ValueError, match="is not a model that Sferic wrote"):
-        convert(published, foreign, layout="minimax")
+        sferic.save(sferic.load(published), foreign, layout="minimax")
     assert [p.name for p in foreign.iterdir()] == ["config.json"]
-    with pytest.raises(ValueError, match="both source and target"):
-        convert(tmp_path / "model", tmp_path / "model", layout="sferic")
+    for target in (tmp_path / "model", published):
+        with pytest.raises(ValueError, match="is there already"):
+            convert(published, target, layout="sferic")
 
 
 def test_wrong_arguments_are_named(published: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'gguf' is none of sferic, minimax, transformers"):
         convert(published, tmp_path / "x", layout="gguf")  # type: ignore[arg-type]
+    for dtype in ("bfloat16", torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match="dtype is"):
+            sferic.load(published, dtype=dtype)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="shard_bytes is 0"):
         convert(published, tmp_path / "x", layout="minimax", shard_bytes=0)
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """A model as a folder."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -135,14 +136,18 @@ def test_a_damaged_weights_file_is_named(folder: Path, keep: int) -> None:
         sferic.load(folder)
 
 
-def test_saving_again_replaces_weights_and_keeps_the_tokenizer(
+def test_saving_again_replaces_weights_and_keeps_all_else(
     folder: Path, make_model: MakeModel
 ) -> None:
     (folder / "tokenizer.json").write_text("kept")
-    (folder / "stray").touch()
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.md").write_text("kept")
+    sferic.save(make_model(seed=2), folder, shard_bytes=5000)
     other = make_model(seed=1)
     sferic.save(other, folder)
-    assert sorted(p.name for p in folder.iterdir()) == [FILE, "sferic.json", "tokenizer.json"]
+    names = [FILE, "notes", "sferic.json", "tokenizer.json"]
+    assert sorted(p.name for p in folder.iterdir()) == names
+    assert (folder / "notes" / "mine.md").read_text() == "kept"
     assert (folder / "tokenizer.json").read_text() == "kept"
     assert torch.equal(sferic.load(folder).norm.weight, other.norm.weight)
 
@@ -150,6 +155,28 @@ def test_saving_again_replaces_weights_and_keeps_the_tokenizer(
 def test_what_a_death_while_saving_left_is_no_obstacle(folder: Path, model: HybridModel) -> None:
     shutil.copytree(folder, folder.with_name("model.tmp"))
     sferic.save(model, folder)
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_death_while_saving_over_a_model_leaves_one_of_the_two(
+    folder: Path, model: HybridModel, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch,
+    renames: int,
+) -> None:  # fmt: skip
+    """Die at the first rename, of the old folder, or at the second, of the new one."""
+    replace, done = os.replace, []
+
+    def dying(source: Path, target: Path) -> None:
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(replace(source, target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dying)
+        with pytest.raises(KeyboardInterrupt):
+            sferic.save(make_model(seed=1), folder)
+    assert torch.equal(sferic.load(folder).norm.weight, model.norm.weight)
+    sferic.save(make_model(seed=1), folder)
     assert [p.name for p in folder.parent.iterdir()] == ["model"]
 
 

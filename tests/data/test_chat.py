@@ -329,7 +329,7 @@ def test_parts_of_a_message_form_no_control_together(parts: tuple[str, str]) -> 
 
 
 def test_of_two_controls_at_one_place_the_longer_counts() -> None:
-    rendered = ChatTemplate("<a><b>").render([], controls=["<a>", "<a><b>", "<b>"])
+    rendered = ChatTemplate("<a>{{ '' }}<b>").render([], controls=["<a>", "<a><b>", "<b>"])
     assert rendered.controls == ((0, 6),)
 
 

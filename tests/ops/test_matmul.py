@@ -81,6 +81,19 @@ def test_no_rows() -> None:
     assert torch.equal(w.grad, torch.zeros(3, 8))  # type: ignore[arg-type]
 
 
+def test_second_derivatives() -> None:
+    x, w = inputs((5, 8), (3, 8))
+    found = []
+    for double in (False, True):
+        a, b = (t.detach().to(torch.float64 if double else torch.float32) for t in (x, w))
+        a, b = a.requires_grad_(), b.requires_grad_()
+        (grad,) = torch.autograd.grad((linear(a, b) ** 3).sum(), a, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), [a, b]))
+    for got, exact in zip(*found, strict=True):
+        assert exact.abs().max() > 1
+        assert torch.allclose(got.double(), exact, rtol=1e-4, atol=1e-3 * float(exact.abs().max()))
+
+
 def test_only_needed_gradients_are_formed() -> None:
     x, w = inputs((5, 8), (3, 8))
     linear(x.detach(), w).sum().backward()

@@ -61,7 +61,7 @@ class Report:
         lines = [f"{name:<10}{text}" for name, text in rows]
         lines += [f"note: {note}" for note in self.notes]
         if self.problems:
-            return [*lines, f"won't load, {len(self.problems)} problems:", *self.problems]
+            return [*lines, f"won't load; problems: {len(self.problems):,}", *self.problems]
         return [*lines, "would load"]
 
 
@@ -69,7 +69,8 @@ def check(path: str | Path) -> Report:
     """Compare a local model folder with its architecture; reads headers, no weights."""
     report = Report(str(path))
     if not Path(path).is_dir():
-        report.problems.append(f"{path} is no folder here")
+        what = "is a file: give its folder" if Path(path).exists() else "is no folder here"
+        report.problems.append(f"{path} {what}; of the hub, download a repository first")
         return report
     folder = ModelFolder(path)
     config = _try(lambda: folder.config, report.problems)
@@ -100,7 +101,7 @@ def check(path: str | Path) -> Report:
     if tokenizer is not None:
         report.tokenizer = f"{tokenizer.vocab_size:,} entries"
         if config is not None and tokenizer.vocab_size > config.vocab_size:
-            report.problems.append(
+            report.notes.append(
                 f"the tokenizer has {tokenizer.vocab_size} entries for a vocabulary of "
                 f"{config.vocab_size}: it belongs to another model"
             )

@@ -19,6 +19,7 @@ from sferic.checkpoint.layouts import Layout, copy, is_derived, layout_of, place
 from sferic.checkpoint.published import from_published
 from sferic.checkpoint.shards import Header, listed, read_headers, read_tensor
 from sferic.config import ConfigError, ModelConfig, build
+from sferic.data.files import recover
 
 CONFIG_FILE, PUBLISHED_CONFIG_FILE = "sferic.json", "config.json"
 
@@ -31,6 +32,7 @@ class ModelFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = local_folder(path)
+        recover(self.path)
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -56,17 +58,17 @@ class ModelFolder:
 
     @cached_property
     def problems(self) -> list[str]:
-        """Each stored tensor that the config has no use for, or needs and finds not so."""
+        """One line for each missing, unexpected or misshapen tensor, or one that isn't floats."""
         return _compare(self.config, self.layout, self.headers)
 
-    def check(self) -> None:
+    def require_fit(self) -> None:
         """Raise unless every tensor is there, with its shape and a dtype of floats."""
         if self.problems:
             raise ValueError(f"{self.path} does not fit its config: {listed(self.problems, 40)}")
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Stored dtype of each of our tensors; of mixed ones, what holds them all."""
-        self.check()
+        self.require_fit()
         found: dict[str, torch.dtype] = {}
         for ours, parts in self._parts.items():
             for name, _ in parts:

@@ -3,24 +3,25 @@
 import re
 from pathlib import Path
 
-_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-# weights, configs, tokenizer and template; no code and no pickles
-_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
+_ID = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
+# no code and no pickles
+_WEIGHTS, _OTHERS = ["*.safetensors"], ["*.json", "*.jinja", "merges.txt"]
 
 
 def local_folder(path: str | Path, *, weights: bool = True) -> Path:
     """The folder itself, or where a hub repository's files have been downloaded to.
 
     Args:
-        path: a folder, or a hub id; a folder of that name wins.
+        path: a folder, or a hub id.  What begins like a local path, in a folder that is there, is
+            one: a mistyped path asks no hub.
         weights: False leaves the weights out.
 
     Raises:
-        ValueError: neither a folder nor a repository that can be had.
+        ValueError: a hub id whose repository can't be had.
     """
     folder = Path(path)
     match = _ID.fullmatch(path) if isinstance(path, str) else None
-    if folder.exists() or match is None:
+    if folder.exists() or match is None or Path(match["owner"]).exists():
         return folder
     try:
         from huggingface_hub import snapshot_download
@@ -33,9 +34,9 @@ def local_folder(path: str | Path, *, weights: bool = True) -> Path:
     try:
         return Path(
             snapshot_download(
-                match["repo"],
+                f"{match['owner']}/{match['name']}",
                 revision=match["revision"],
-                allow_patterns=_PATTERNS if weights else _PATTERNS[1:],
+                allow_patterns=[*_WEIGHTS, *_OTHERS] if weights else _OTHERS,
             )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

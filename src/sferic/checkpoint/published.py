@@ -1,8 +1,9 @@
 """`config.json` of published checkpoints: MiniMax's schema and transformers' one, both ways.
 
 MiniMax's serves Text-01 and M1 (`attn_type_list`, `layernorm_*_alpha`), transformers' one the `-hf`
-files (`layer_types`, `*_alpha_factor`).  Fields that change numbers have no defaults here: an
-absent one is an error, since every implementation would guess another value.
+files (`layer_types`, `*_alpha_factor`).  A field that every implementation would guess another
+value for (residual scales, `rotary_dim`) has no default here: an absent one is an error.  Absent
+branch scales are 1, which all agree on.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,9 @@ MODEL_TYPES = {
 }
 # the norm on lightning attention's output: neither schema names its epsilon, both codes have this
 MIXER_NORM_EPS = 1e-6
-# what neither schema can say of a model, under this key of its own
-TRAINING_KEY = "sferic"
+# what neither schema can say of a model stands under a key of its own, which also tells our files
+OWN_KEY = "sferic"
+OWN_FIELDS = ("init_gain", "capacity_factor", "aux_coef", "aux_norm")
 
 _COMMON = {
     "vocab_size": "vocab_size",
@@ -95,7 +97,7 @@ def from_published(data: Table, source: str) -> ModelConfig:
     ]
     rope_base, rope_problems = _rope_base(data)
     problems += rope_problems
-    values = {ours: data.get(name) for name, ours in _COMMON.items()}
+    values: Table = {ours: data.get(name) for name, ours in _COMMON.items()}
     values["ffn"] = {"kind": "moe", **{ours: data.get(name) for name, ours in _FFN.items()}}
     values |= {"rope_base": rope_base, "mixer_norm_eps": MIXER_NORM_EPS}
     values["norm"] = "post" if schema == "transformers" or data.get("postnorm") else "pre"
@@ -118,7 +120,7 @@ def from_published(data: Table, source: str) -> ModelConfig:
         bad = [x for x in layers if x not in list(kinds)] if isinstance(layers, list) else [layers]
         if bad:
             problems.append(f"{list_name} holds {bad[0]!r}: must be an array of {list(kinds)}")
-        elif len(layers) != data.get("num_hidden_layers", len(layers)):
+        elif len(layers) != (data.get("num_hidden_layers") or len(layers)):
             problems.append(
                 f"{list_name} has {len(layers)} entries for {data['num_hidden_layers']} layers"
             )
@@ -129,9 +131,8 @@ def from_published(data: Table, source: str) -> ModelConfig:
     if problems:
         lines = [f"  {problem}" for problem in problems]
         raise ConfigError("\n".join([f"{source} can't be used:", *lines]))
-    ours = data.get(TRAINING_KEY) or {}
-    values |= {name: value for name, value in ours.items() if name != "ffn"}
-    values["ffn"] |= ours.get("ffn", {})
+    values |= _own_part(data, source, ("init_gain",))
+    values["ffn"] |= _own_part(data, source, ("capacity_factor", "aux_coef", "aux_norm"))
     return build(ModelConfig, values, source)
 
 
@@ -180,9 +181,9 @@ def to_published(config: ModelConfig, layout: Layout, dtype: str, old: Table) ->
         data |= {"postnorm": config.norm == "post", "shared_intermediate_size": 0}
     else:
         data["rope_parameters"] = {"rope_type": "default", "rope_theta": data.pop("rope_theta")}
-    data[TRAINING_KEY] = {
+    data[OWN_KEY] = {
         "init_gain": config.init_gain,
-        "ffn": {name: getattr(ffn, name) for name in ("capacity_factor", "aux_coef", "aux_norm")},
+        **{name: getattr(ffn, name) for name in OWN_FIELDS if name != "init_gain"},
     }
     return data
 
@@ -206,6 +207,14 @@ def unpublishable(config: ModelConfig, layout: Layout) -> list[str]:
     return problems
 
 
+def _own_part(data: Table, source: str, names: tuple[str, ...]) -> Table:
+    """Those of our own fields that a `config.json` holds."""
+    own = data.get(OWN_KEY, {})
+    if not isinstance(own, dict) or not own.keys() <= set(OWN_FIELDS):
+        raise ConfigError(f"{source}: {OWN_KEY} = {own!r}: may hold {', '.join(OWN_FIELDS)} alone")
+    return {name: own[name] for name in names if name in own}
+
+
 def _schema(data: Table, source: str) -> str:
     architectures = data.get("architectures") or []
     known = [ARCHITECTURES[a] for a in architectures if a in ARCHITECTURES]
@@ -224,6 +233,8 @@ def _schema(data: Table, source: str) -> str:
 
 def _rope_base(data: Table) -> tuple[Any, list[str]]:
     nested = data.get("rope_parameters") or {}
+    if not isinstance(nested, dict):
+        return 1.0, [f"rope_parameters = {nested!r}: must be a table"]
     kind = nested.get("rope_type", "default")
     if kind != "default":
         return 1.0, [f"rope_parameters.rope_type = {kind!r}: must be 'default'"]

@@ -1,6 +1,7 @@
 """Safetensors files of a folder: read tensor by tensor, written shard by shard."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,9 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        dtype = self.torch_dtype
-        return 0 if dtype is None else torch.Size(self.shape).numel() * dtype.itemsize
+        """Bytes; of a dtype that weights can't have, as many as its name says bits."""
+        bits = int(re.sub(r"\D", " ", self.dtype).split()[0]) if re.search(r"\d", self.dtype) else 8
+        return torch.Size(self.shape).numel() * bits // 8
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
@@ -110,10 +112,11 @@ def write_shards(
             if source is None or source[0] != out.source:
                 source = (out.source, get(out.source))
             view = out.view(source[1])
-            empty = torch.empty(view.shape, dtype=view.dtype)
-            tensors[out.name] = view if view.is_contiguous() else copy(empty, view)
-            line.add(out.nbytes)
+            if not view.is_contiguous():
+                view = copy(torch.empty(view.shape, dtype=view.dtype), view)
+            tensors[out.name] = view
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        line.add(sum(out.nbytes for out in shard))
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         total = sum(out.nbytes for out in outs)

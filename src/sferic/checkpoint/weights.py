@@ -14,11 +14,11 @@ from sferic.checkpoint.folder import CONFIG_FILE, PUBLISHED_CONFIG_FILE, ModelFo
 from sferic.checkpoint.hub import local_folder
 from sferic.checkpoint.layouts import LAYOUTS, Layout, own_tensors, places
 from sferic.checkpoint.progress import ByteLine
-from sferic.checkpoint.published import TRAINING_KEY, to_published
-from sferic.checkpoint.shards import Out, write_shards
+from sferic.checkpoint.published import OWN_KEY, to_published
+from sferic.checkpoint.shards import INDEX_FILE, Out, write_shards
 from sferic.config import ModelConfig, dump
 from sferic.data import Tokenizer, copy_tokenizer
-from sferic.data.files import discard, publish, sync, temporary
+from sferic.data.files import recover, replace_folder, sync, temporary
 from sferic.nn import HybridModel
 
 SHARD_BYTES = 5_000_000_000
@@ -39,6 +39,7 @@ def load(path: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = N
         ValueError: the folder is no model, or tensors are missing, unexpected or misshapen; the
             message lists them.
     """
+    _check_dtype(dtype)
     folder = ModelFolder(path)
     dtypes = folder.dtypes()
     with torch.device("meta"):
@@ -64,7 +65,7 @@ def save(
 ) -> None:
     """Write a model's config and weights to a folder, beside it first and then renamed.
 
-    An earlier model of that name is replaced, but for its tokenizer's files.
+    An earlier model that Sferic wrote is replaced; other files in its folder stay.
 
     Args:
         model: on any device.
@@ -81,7 +82,6 @@ def save(
         config=model.config,
         dtypes={name: w.dtype for name, w in weights.items()},
         get=lambda name: weights[name].detach().cpu(),
-        beside=Path(path),
     )
     _write(Path(path), content, layout, shard_bytes)
 
@@ -94,16 +94,20 @@ def convert(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model folder in another layout or dtype; memory for one file, not for the model.
+    """Write a model folder in another layout or dtype, without holding the model.
+
+    Memory holds one file and one of our tensors, at most all experts of a layer.
 
     The tokenizer's files come along.  Arguments as in `load` and `save`.
 
     Raises:
-        ValueError: as `load` and `save` do, or the two folders are one.
+        ValueError: as `load` and `save` do, or the target is there already.
     """
-    folder, path = ModelFolder(source), Path(path)
-    if path.exists() and path.samefile(folder.path):
-        raise ValueError(f"{path} is both source and target: choose another path to write to")
+    _check_dtype(dtype)
+    path = Path(path)
+    if path.exists():
+        raise ValueError(f"{path} is there already: choose another path to write to")
+    folder = ModelFolder(source)
     stored = folder.dtypes()
     shapes = {name: w.shape for name, w in own_tensors(folder.config).items()}
     dtypes = {name: dtype or old for name, old in stored.items()}
@@ -130,7 +134,7 @@ class _Content:
     config: ModelConfig
     dtypes: dict[str, torch.dtype]  # of our tensors
     get: Callable[[str], Tensor]  # one of them, on the CPU
-    beside: Path  # a folder whose tokenizer comes along
+    beside: Path | None = None  # a folder whose tokenizer comes along
     old_config: dict[str, Any] = field(default_factory=dict)  # an earlier config.json
 
 
@@ -138,6 +142,7 @@ def _write(path: Path, content: _Content, layout: Layout, shard_bytes: int) -> N
     name, text = _config_file(content, layout)
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}: a file must have room for a byte")
+    recover(path)
     if path.exists() and not _is_ours(path):
         raise ValueError(f"{path} exists and is not a model that Sferic wrote: choose another path")
     outs = _outs(content, layout)
@@ -155,14 +160,33 @@ def _write(path: Path, content: _Content, layout: Layout, shard_bytes: int) -> N
         (folder / name).write_text(text + "\n", "utf-8")
         with ByteLine("writing", total) as line:
             write_shards(folder, outs, content.get, shard_bytes, line)
-        copy_tokenizer(content.beside, folder)
+        if content.beside is not None:
+            copy_tokenizer(content.beside, folder)
+        _keep_others(path, folder)
         for file in folder.iterdir():
             sync(file)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    discard(path)
-    publish(path)
+    replace_folder(path)
+
+
+def _keep_others(old: Path, new: Path) -> None:
+    """Copy what is neither config nor weights of an earlier model."""
+    for item in old.iterdir() if old.exists() else ():
+        weights = item.suffix == ".safetensors" or item.name == INDEX_FILE
+        if weights or item.name in (CONFIG_FILE, PUBLISHED_CONFIG_FILE):
+            continue
+        if item.is_dir() and not item.is_symlink():
+            shutil.copytree(item, new / item.name, symlinks=True)
+        else:
+            shutil.copy2(item, new / item.name, follow_symlinks=False)
+
+
+def _check_dtype(dtype: object) -> None:
+    good = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not None and not good:
+        raise ValueError(f"dtype is {dtype!r}: give torch.float32, torch.bfloat16 or torch.float16")
 
 
 def _config_file(content: _Content, layout: Layout) -> tuple[str, str]:
@@ -194,6 +218,6 @@ def _is_ours(path: Path) -> bool:
     if (path / CONFIG_FILE).is_file():
         return True
     try:
-        return TRAINING_KEY in json.loads((path / PUBLISHED_CONFIG_FILE).read_text("utf-8"))
+        return OWN_KEY in json.loads((path / PUBLISHED_CONFIG_FILE).read_text("utf-8"))
     except (OSError, ValueError, TypeError):
         return False

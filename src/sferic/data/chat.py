@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -31,6 +31,8 @@ PRIVATE = range(0x10FFFD, 0xF0000, -1)
 _TEMPLATES = resources.files("sferic.data") / "templates"
 TEXT_01 = (_TEMPLATES / "text-01.jinja").read_text("utf-8")
 M1 = (_TEMPLATES / "m1.jinja").read_text("utf-8")
+# what both write around turns: without these as special tokens a model doesn't see the turns
+MARKERS = ("<begin_of_document>", "<beginning_of_sentence>", "<end_of_sentence>")
 
 
 class Rendered(NamedTuple):
@@ -179,6 +181,8 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
+        if "{" not in source:
+            raise ValueError(f"{name} is {source[:40]!r}, which holds no Jinja2: give its text")
         self.source = source
         self._name = name
         self._variables = dict(variables or {})
@@ -409,6 +413,8 @@ def parse_reply(text: str, form: Form) -> Reply:
     A block of calls that is cut off or malformed stays in the content as it is, as a whole, and so
     does what looks like calls within <think>. A leading <think> that is cut off is reasoning.
     """
+    if form not in get_args(Form):
+        raise ValueError(f"form is {form!r}, it must be {' or '.join(map(repr, get_args(Form)))}")
     reasoning = None
     if match := _REASONING.match(text):
         reasoning = match[1].strip() or None

@@ -35,11 +35,37 @@ def publish(path: Path) -> None:
 
 def discard(folder: Path) -> None:
     """Delete a folder, if it is there, that a reader may open: its name goes before its files."""
-    doomed = folder.with_name(folder.name + ".old.tmp")
+    doomed = _old(folder)
     if folder.exists():
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)  # also what a process that died here left
+
+
+def replace_folder(path: Path) -> None:
+    """Give the folder ``temporary(path)`` its final name in place of an older one.
+
+    The older one loses its name first and its files last: a crash leaves one of the two whole, at
+    worst under the name ``path.old.tmp``, from where ``recover`` takes it back.
+    """
+    sync(temporary(path))
+    old = _old(path)
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(path, old)
+    os.replace(temporary(path), path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Undo a ``replace_folder`` that died between its two renames."""
+    if not path.exists() and _old(path).exists():
+        os.replace(_old(path), path)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(path.name + ".old.tmp")
 
 
 def write_file(path: Path, content: bytes) -> None:

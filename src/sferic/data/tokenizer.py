@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from sferic.data.chat import ChatTemplate, Message
+from sferic.data.chat import MARKERS, ChatTemplate, Message
 from sferic.data.files import write_file
 from sferic.data.sources import Document
 from sferic.data.tokenizer_files import (
@@ -245,7 +245,8 @@ class Tokenizer:
         so that the ids up to there are those of the chat with ``add_generation_prompt``.
 
         Raises:
-            ValueError: there is no chat template, or it cannot render the chat.
+            ValueError: there is no chat template, it cannot render the chat, or it is made for
+                other special tokens.
         """
         if self.chat_template is None:
             raise ValueError(
@@ -253,8 +254,14 @@ class Tokenizer:
                 "ChatTemplate(TEXT_01)"
             )
         text, spans, controls = self.chat_template.render(
-            messages, tools, add_generation_prompt, self._special
+            messages, tools, add_generation_prompt, {*self._special, *MARKERS}
         )
+        foreign = {text[start:end] for start, end in controls} - self._special.keys()
+        if foreign:
+            raise ValueError(
+                f"the chat template writes {', '.join(sorted(foreign))}, which the tokenizer has "
+                "not among its special tokens: take both from one model"
+            )
         bounds = {0, len(text), *(position for span in (*spans, *controls) for position in span)}
         special = set(controls)
         ids: list[int] = []

@@ -73,6 +73,10 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
             f"transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
             f".save_pretrained({str(folder)!r})"
         )
+    if not file.exists():
+        raise ValueError(
+            f"{folder} has no {file.name}: copy it, with {SETTINGS}, from the model's repository"
+        )
     try:
         content = file.read_text("utf-8")
         # The library raises bare Exception.

@@ -69,6 +69,8 @@ class HybridModel(nn.Module):
         Returns:
             Hidden states [T, D] and each layer's routing (None where the FFN is dense).
         """
+        if cache is not None and self.recompute and self.training and torch.is_grad_enabled():
+            raise ValueError("recompute runs blocks twice, a cache takes a token once: use one")
         x = self.embed(batch)
         dtype = self.compute_dtype or x.dtype
         x = x.to(fp32(x.dtype))

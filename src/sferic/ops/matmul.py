@@ -28,7 +28,8 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     """
     if not (_HAS_ONEDNN and on_host(x) and x.dtype == torch.float32 and x.numel()):
         return F.linear(x, w)
-    return _Linear.apply(x, w) if torch.is_grad_enabled() else _product(x, w)
+    needed = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    return _Linear.apply(x, w) if needed else _product(x, w)
 
 
 def on_host(x: Tensor) -> bool:
@@ -56,7 +57,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (dy,) = grads
         x, w = ctx.saved_tensors
-        dx = _product(dy, w.T) if ctx.needs_input_grad[0] else None
+        # by `linear`, so that a second derivative is one
+        dx = linear(dy, w.T) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None
-        return dx, _product(dy.flatten(0, -2).T, x.flatten(0, -2).T)
+        return dx, linear(dy.flatten(0, -2).T, x.flatten(0, -2).T)
