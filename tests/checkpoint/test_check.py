@@ -83,6 +83,18 @@ def test_a_bad_config_and_bad_weights_are_both_told(
     assert "model.safetensors is damaged" in text
 
 
+@pytest.mark.parametrize("depth", [1, 100_000])
+def test_a_check_tells_and_never_fails(
+    broken: Path, capsys: pytest.CaptureFixture[str], depth: int
+) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
+        (broken / name).write_text("[" * depth + "]" * depth)
+    code, report = checked(broken, capsys)
+    assert code == 1
+    assert len(report["problems"]) == 2
+    assert len(report["notes"]) == 1
+
+
 def test_what_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = checked(tmp_path / "nowhere", capsys)
     assert code == 1

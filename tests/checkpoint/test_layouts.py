@@ -1,6 +1,7 @@
 """Names and shapes of published tensors, and what is refused."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,15 @@ def test_all_problems_are_listed_at_once() -> None:
         ({"sferic": {"num_layers": 3}}, "may hold init_gain"),
         ({"sferic": 3}, "sferic = 3"),
         ({"rope_parameters": [1]}, "must be a table"),
+        ({"rope_parameters": {"type": "yarn"}}, "yarn"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "only plain RoPE"),
+        ({"postnorm": "false"}, "postnorm = 'false'"),
+        ({"num_experts_per_tok": True}, "num_experts_per_tok = True"),
+        ({"num_local_experts": 10**9}, "num_local_experts = 1000000000"),
+        ({"scoring_func": "sigmoid"}, "scoring_func"),
+        ({"architectures": 5}, "architectures = 5"),
+        ({"architectures": [["x"]]}, "architectures"),
+        ({"architectures": ["MiniMaxM2ForCausalLM", "MiniMaxForCausalLM"]}, "MiniMaxM2"),
     ],
 )
 def test_another_architecture_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -361,6 +371,24 @@ def test_only_what_sferic_wrote_is_replaced(published: Path, tmp_path: Path) -> 
     for target in (tmp_path / "model", published):
         with pytest.raises(ValueError, match="is there already"):
             convert(published, target, layout="sferic")
+
+
+def test_weights_that_are_there_twice_are_refused(published: Path, tmp_path: Path) -> None:
+    """transformers would take the single file, others the index."""
+    convert(published, tmp_path / "model", layout="minimax", shard_bytes=300_000)
+    save_file({"a": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ValueError, match="has weights twice"):
+        sferic.load(tmp_path / "model")
+
+
+def test_an_end_id_that_only_the_config_names_comes_along(published: Path, tmp_path: Path) -> None:
+    shutil.copytree(published, tmp_path / "in")
+    config = json.loads((published / "config.json").read_text()) | {"eos_token_id": 7}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "in" / "generation_config.json").unlink()
+    convert(tmp_path / "in", tmp_path / "out", layout="sferic")
+    ids = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert ids == {"eos_token_id": 7}
 
 
 def test_wrong_arguments_are_named(published: Path, tmp_path: Path) -> None:

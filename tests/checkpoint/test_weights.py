@@ -1,5 +1,6 @@
 """A model as a folder."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -153,9 +154,32 @@ def test_saving_again_replaces_weights_and_keeps_all_else(
 
 
 def test_what_a_death_while_saving_left_is_no_obstacle(folder: Path, model: HybridModel) -> None:
-    shutil.copytree(folder, folder.with_name("model.tmp"))
+    left = folder.with_name("model.tmp")
+    shutil.copytree(folder, left)
+    with pytest.raises(ValueError, match="in the way"):  # of whatever it is
+        sferic.save(model, folder)
+    (left / ".writing").touch()
     sferic.save(model, folder)
     assert [p.name for p in folder.parent.iterdir()] == ["model"]
+    assert not (folder / ".writing").exists()
+
+
+def test_two_writers_of_one_folder(folder: Path, model: HybridModel) -> None:
+    other = folder.with_name("model.tmp")
+    other.mkdir()
+    with (other / ".writing").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is writing"):
+            sferic.save(model, folder)
+
+
+def test_saving_through_a_link(folder: Path, make_model: MakeModel) -> None:
+    link = folder.with_name("link")
+    link.symlink_to("model")
+    for seed in (1, 2):
+        sferic.save(make_model(seed=seed), link)
+    assert link.is_symlink()
+    assert torch.equal(sferic.load(folder).norm.weight, make_model(seed=2).float().norm.weight)
 
 
 @pytest.mark.parametrize("renames", [0, 1])

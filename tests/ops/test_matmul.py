@@ -73,6 +73,17 @@ def test_the_dtype_stays(dtype: torch.dtype) -> None:
     assert linear(x, w).dtype == dtype
 
 
+def test_what_onednn_does_not_take_goes_to_the_library() -> None:
+    x, w = inputs((5, 8), (3, 8))
+    linear(x[0], w).sum().backward()
+    linear(x, w[:0]).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, w).dtype == torch.bfloat16
+    for wrong in (w[:, :7], w[None], w.double()):
+        with pytest.raises(RuntimeError):
+            linear(x, wrong)
+
+
 def test_no_rows() -> None:
     x, w = inputs((0, 8), (3, 8))
     y = linear(x, w)

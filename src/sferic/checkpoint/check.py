@@ -96,7 +96,7 @@ def check(path: str | Path) -> Report:
                 f"({_size(report.stored_bytes)})"
             )
     if config is not None and headers is not None:
-        report.problems += folder.problems
+        report.problems += _try(lambda: folder.problems, report.problems) or []
     tokenizer = _try(lambda: Tokenizer.load(folder.path), report.notes)
     if tokenizer is not None:
         report.tokenizer = f"{tokenizer.vocab_size:,} entries"
@@ -111,8 +111,9 @@ def check(path: str | Path) -> Report:
 def _try(read: Callable[[], T], problems: list[str]) -> T | None:
     try:
         return read()
-    except ValueError as error:
-        problems.append(str(error))
+    except Exception as error:  # whatever is in the folder, a check tells and doesn't fail
+        told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        problems.append(told)
         return None
 
 

@@ -106,7 +106,7 @@ def read_config(path: str | Path) -> ModelConfig:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not a readable config: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file} is not a readable config: it holds {data!r}, not a table")

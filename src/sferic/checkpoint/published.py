@@ -73,9 +73,17 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (None,),
     "attention_dropout": (0,),
     "quantization_config": (None,),
+    "final_logit_softcapping": (None,),
+    "n_shared_experts": (None, 0),
+    "postnorm": (True, False),
+    "routed_scaling_factor": (None, 1),
+    "scoring_func": (None, "softmax"),
 }
+# no model has more; a damaged file may, and would be taken for work without end
+_MOST = {"vocab_size": 2**31, "num_hidden_layers": 2**12, "num_local_experts": 2**12}
+_MOST_OF_ALL = 2**20
 
-_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _CARRIED = ("max_position_embeddings", "router_aux_loss_coef")
 
 
@@ -93,7 +101,13 @@ def from_published(data: Table, source: str) -> ModelConfig:
     problems = [
         f"{name} = {data[name]!r}: must be {' or '.join(map(repr, good))}"
         for name, good in _FIXED.items()
-        if name in data and data[name] not in good
+        if name in data and not any(data[name] is x or _equal(data[name], x) for x in good)
+    ]
+    problems += [
+        f"{name} = {data[name]}: must be a number up to {_MOST.get(name, _MOST_OF_ALL)}"
+        for name in (*_COMMON, *_FFN)
+        if isinstance(data.get(name), bool | int | float)
+        and (isinstance(data[name], bool) or data[name] > _MOST.get(name, _MOST_OF_ALL))
     ]
     rope_base, rope_problems = _rope_base(data)
     problems += rope_problems
@@ -170,7 +184,7 @@ def to_published(config: ModelConfig, layout: Layout, dtype: str, old: Table) ->
         "tie_word_embeddings": False,
         "sliding_window": None,
         "attention_dropout": 0.0,
-        **{name: old.get(name) for name in _SPECIAL_IDS},
+        **{name: old.get(name) for name in SPECIAL_IDS},
         **{name: old[name] for name in _CARRIED if name in old},
     }
     for field, greek in (("residual_scale", "alpha"), ("branch_scale", "beta")):
@@ -215,12 +229,18 @@ def _own_part(data: Table, source: str, names: tuple[str, ...]) -> Table:
     return {name: own[name] for name in names if name in own}
 
 
+def _equal(found: Any, good: Any) -> bool:
+    """1 is no True here."""
+    return isinstance(found, bool) == isinstance(good, bool) and found == good
+
+
 def _schema(data: Table, source: str) -> str:
-    architectures = data.get("architectures") or []
-    known = [ARCHITECTURES[a] for a in architectures if a in ARCHITECTURES]
-    if not architectures and data.get("model_type") in MODEL_TYPES:
-        known = [MODEL_TYPES[data["model_type"]]]
-    if not known:
+    architectures, model_type = data.get("architectures") or [], data.get("model_type")
+    names = architectures if isinstance(architectures, list) else [architectures]
+    known = [ARCHITECTURES.get(name) if isinstance(name, str) else None for name in names]
+    if not architectures and isinstance(model_type, str):
+        known = [MODEL_TYPES.get(model_type)]
+    if not known or None in known:
         found = architectures or data.get("model_type")
         raise ConfigError(
             f"{source}: architectures = {found!r} is none of {', '.join(ARCHITECTURES)}"
@@ -228,16 +248,17 @@ def _schema(data: Table, source: str) -> str:
     # transformers fills its own schema in for either name, so the fields decide
     if "attn_type_list" in data and "layer_types" not in data:
         return "minimax"
-    return "transformers" if "layer_types" in data else known[0]
+    return "transformers" if "layer_types" in data else str(known[0])
 
 
 def _rope_base(data: Table) -> tuple[Any, list[str]]:
     nested = data.get("rope_parameters") or {}
     if not isinstance(nested, dict):
         return 1.0, [f"rope_parameters = {nested!r}: must be a table"]
-    kind = nested.get("rope_type", "default")
-    if kind != "default":
-        return 1.0, [f"rope_parameters.rope_type = {kind!r}: must be 'default'"]
+    for name in nested:
+        plain = name in ("rope_type", "type") and nested[name] == "default"
+        if name != "rope_theta" and not plain:
+            return 1.0, [f"rope_parameters.{name} = {nested[name]!r}: only plain RoPE is known"]
     base = nested.get("rope_theta", data.get("rope_theta"))
     return base, [] if base is not None else ["rope_theta: missing"]
 

@@ -140,6 +140,11 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.exists():
         names = sorted(set(_weight_map(index).values()))
+        if SINGLE_FILE not in names and (folder / SINGLE_FILE).exists():
+            raise ValueError(
+                f"{folder} has weights twice, in {SINGLE_FILE} and in the files of {INDEX_FILE}: "
+                "delete the older ones"
+            )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(
@@ -168,7 +173,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         if names and good:
             return names
         raise ValueError("weight_map must map tensor names to file names of the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not a readable index: {error!r}") from error
 
 

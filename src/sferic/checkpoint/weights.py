@@ -1,8 +1,10 @@
 """Models on disk: saved, loaded and converted, in three layouts."""
 
+import fcntl
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from sferic.checkpoint.folder import CONFIG_FILE, PUBLISHED_CONFIG_FILE, ModelFo
 from sferic.checkpoint.hub import local_folder
 from sferic.checkpoint.layouts import LAYOUTS, Layout, own_tensors, places
 from sferic.checkpoint.progress import ByteLine
-from sferic.checkpoint.published import OWN_KEY, to_published
+from sferic.checkpoint.published import OWN_KEY, SPECIAL_IDS, to_published
 from sferic.checkpoint.shards import INDEX_FILE, Out, write_shards
 from sferic.config import ModelConfig, dump
 from sferic.data import Tokenizer, copy_tokenizer
@@ -22,6 +24,8 @@ from sferic.data.files import recover, replace_folder, sync, temporary
 from sferic.nn import HybridModel
 
 SHARD_BYTES = 5_000_000_000
+# stands in a folder while it is written, and is locked
+WRITING_FILE = ".writing"
 
 
 def load(path: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> HybridModel:
@@ -139,43 +143,76 @@ class _Content:
 
 
 def _write(path: Path, content: _Content, layout: Layout, shard_bytes: int) -> None:
-    name, text = _config_file(content, layout)
+    config_file = _config_file(content, layout)
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}: a file must have room for a byte")
+    path = path.resolve()  # through a link, not in place of it
     recover(path)
     if path.exists() and not _is_ours(path):
         raise ValueError(f"{path} exists and is not a model that Sferic wrote: choose another path")
-    outs = _outs(content, layout)
-    total = sum(out.nbytes for out in outs)
     folder = temporary(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        free = shutil.disk_usage(folder).free
-        if total > free:
-            raise ValueError(
-                f"{path} needs {total / 1e9:,.1f} GB and the disk has {free / 1e9:,.1f} GB free: "
-                "choose a path on another disk"
-            )
+    with _alone(folder):
+        name, text = config_file
         (folder / name).write_text(text + "\n", "utf-8")
-        with ByteLine("writing", total) as line:
-            write_shards(folder, outs, content.get, shard_bytes, line)
+        _write_weights(folder, _outs(content, layout), content.get, shard_bytes)
         if content.beside is not None:
-            copy_tokenizer(content.beside, folder)
+            _copy_tokenizer(content.beside, folder, content.old_config)
         _keep_others(path, folder)
         for file in folder.iterdir():
             sync(file)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    replace_folder(path)
+        replace_folder(path)
+        (path / WRITING_FILE).unlink()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """A new folder that no other process writes; it is gone after an error."""
+    marker = folder / WRITING_FILE
+    if folder.exists() and not marker.exists():
+        raise ValueError(f"{folder} is in the way: move it, or choose another path to write to")
+    folder.mkdir(parents=True, exist_ok=True)
+    with marker.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another process is writing {folder}: wait for it") from error
+        for stale in folder.iterdir():  # of a process that died
+            if stale != marker:
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _write_weights(
+    folder: Path, outs: list[Out], get: Callable[[str], Tensor], shard_bytes: int
+) -> None:
+    total, free = sum(out.nbytes for out in outs), shutil.disk_usage(folder).free
+    if total > free:
+        raise ValueError(
+            f"{folder} needs {total / 1e9:,.1f} GB and the disk has {free / 1e9:,.1f} GB free: "
+            "choose a path on another disk"
+        )
+    with ByteLine("writing", total) as line:
+        write_shards(folder, outs, get, shard_bytes, line)
+
+
+def _copy_tokenizer(source: Path, target: Path, config: dict[str, Any]) -> None:
+    """The tokenizer's files, and the end id where only the model's config names it."""
+    copy_tokenizer(source, target)
+    generation = target / "generation_config.json"
+    ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
+    if ids and not generation.exists():
+        generation.write_text(json.dumps(ids, indent=2) + "\n", "utf-8")
 
 
 def _keep_others(old: Path, new: Path) -> None:
     """Copy what is neither config nor weights of an earlier model."""
     for item in old.iterdir() if old.exists() else ():
         weights = item.suffix == ".safetensors" or item.name == INDEX_FILE
-        if weights or item.name in (CONFIG_FILE, PUBLISHED_CONFIG_FILE):
+        if weights or item.name in (CONFIG_FILE, PUBLISHED_CONFIG_FILE, WRITING_FILE):
             continue
         if item.is_dir() and not item.is_symlink():
             shutil.copytree(item, new / item.name, symlinks=True)
@@ -218,6 +255,7 @@ def _is_ours(path: Path) -> bool:
     if (path / CONFIG_FILE).is_file():
         return True
     try:
-        return OWN_KEY in json.loads((path / PUBLISHED_CONFIG_FILE).read_text("utf-8"))
-    except (OSError, ValueError, TypeError):
+        data = json.loads((path / PUBLISHED_CONFIG_FILE).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return False
+    return isinstance(data, dict) and OWN_KEY in data

@@ -26,7 +26,8 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     Returns:
         [..., N].
     """
-    if not (_HAS_ONEDNN and on_host(x) and x.dtype == torch.float32 and x.numel()):
+    fits = x.dim() > 1 and w.dim() == 2 and x.shape[-1] == w.shape[-1] and x.dtype == w.dtype
+    if not (fits and x.dtype == torch.float32 and x.numel() and w.numel() and _onednn_runs(x)):
         return F.linear(x, w)
     needed = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     return _Linear.apply(x, w) if needed else _product(x, w)
@@ -35,6 +36,10 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 def on_host(x: Tensor) -> bool:
     """Whether a tensor's numbers lie here, to be read without waiting (those of a fake don't)."""
     return x.device.type == "cpu" and type(x) in _PLAIN
+
+
+def _onednn_runs(x: Tensor) -> bool:
+    return _HAS_ONEDNN and on_host(x) and not torch.is_autocast_enabled("cpu")
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
