@@ -12,7 +12,8 @@ def keep_freed_memory() -> bool:
 
     glibc returns large blocks to the system, so every large tensor is faulted in page by page: a
     fifth of a long forward pass.  For the programs that own their process; importing sferic
-    changes nothing.  Returns whether the C library took the settings.
+    changes nothing.  Returns whether the C library took the settings; they have no effect in a
+    process, one of several, where the system left the heap no room to grow.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
