@@ -49,7 +49,7 @@ def load(path: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = N
     with torch.device("meta"):
         model = HybridModel(folder.config)
     weights = {}
-    total = sum(header.nbytes for header in folder.headers.values())
+    total = sum(w.numel() * dtypes[name].itemsize for name, w in model.state_dict().items())
     with ByteLine("loading", total) as line:
         for name, wanted in model.state_dict().items():
             empty = torch.empty(wanted.shape, dtype=dtype or dtypes[name], device=device)
