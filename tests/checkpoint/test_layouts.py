@@ -312,6 +312,17 @@ def test_conversion_can_change_the_dtype(published: Path, tmp_path: Path) -> Non
     assert equal(sferic.load(tmp_path / "low"), sferic.load(published, dtype=torch.bfloat16))
 
 
+def test_what_float16_can_not_hold_is_refused(published: Path, tmp_path: Path) -> None:
+    model = sferic.load(published)
+    model.norm.weight[3] = 1e6
+    sferic.save(model, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"norm\.weight has values beyond float16"):
+        sferic.load(tmp_path / "model", dtype=torch.float16)
+    with pytest.raises(ValueError, match="use bfloat16"):
+        convert(tmp_path / "model", tmp_path / "out", layout="minimax", dtype=torch.float16)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
 def test_published_misfits_are_listed_by_published_names(published: Path, tmp_path: Path) -> None:
     weights = load_all(published)
     gone = "model.layers.3.block_sparse_moe.experts.2.w3.weight"

@@ -81,6 +81,8 @@ class ModelFolder:
         """Read our tensor of that name into `tensor`, of its shape, any dtype and device."""
         for name, view in self._parts[ours]:
             read_tensor(self.headers[name], name, partial(copy, view(tensor)))
+        if tensor.dtype == torch.float16 and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{ours} has values beyond float16's 65,504: use bfloat16")
         return tensor
 
     @cached_property

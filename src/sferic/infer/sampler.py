@@ -29,7 +29,8 @@ class Sampling:
         repetition_penalty: of each token in the prompt or generated so far, divides a logit above
             zero (CTRL, arXiv:1909.05858, section 4.1) and multiplies one below (as transformers);
             1 changes nothing.
-        seed: any integer.
+        seed: any integer.  A draw depends on it and on the position alone, so that equal prompts of
+            one call go on equally: for other continuations call again with another seed.
 
     Among equal logits the lower ids stay.
     """

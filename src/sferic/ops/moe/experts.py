@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sferic.ops.matmul import linear, on_host
 
-# On a CPU the rows of an expert are filled up to a multiple of this: the library compiles a product
-# for each new shape, which takes as long as the product itself.
+# On a CPU the rows of an expert, when they are more, are filled up to a multiple of this: the
+# library compiles a product for each new shape, which takes as long as the product itself.
 ROWS = 64
 # Up to so many choices for each expert count as few.
 FEW = 4
@@ -101,11 +101,11 @@ def _mix_few(x: Tensor, gates: Tensor, indices: Tensor, w13: Tensor, w2: Tensor)
         places.append(counts[e])
         counts[e] += 1
     busiest = max(counts)
-    slots = torch.tensor([e * busiest + place for e, place in zip(chosen, places, strict=True)])
-    rows = x.new_zeros(E * busiest, D).index_copy_(0, slots, x.repeat_interleave(k, 0))
+    at = torch.tensor([e * busiest + place for e, place in zip(chosen, places, strict=True)])
+    rows = x.new_zeros(E * busiest, D).index_copy_(0, at, x.repeat_interleave(k, 0))
     gate, up = torch.bmm(rows.view(E, busiest, D), w13.flatten(2)).chunk(2, dim=-1)
     out = torch.bmm(F.silu(gate, inplace=True).mul_(up), w2).flatten(0, 1)
-    out = out.index_select(0, slots).mul_(gates.reshape(-1, 1).to(x.dtype))
+    out = out.index_select(0, at).mul_(gates.reshape(-1, 1).to(x.dtype))
     return out.view(T, k, D).sum(1)
 
 
