@@ -13,14 +13,12 @@ command goes on after any interruption:
     report.json              held-out bits per byte and speed
 """
 
-import fcntl
 import json
 import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -42,7 +40,7 @@ from sferic.data import (
     tokenize,
     write_store,
 )
-from sferic.data.files import write_file
+from sferic.data.files import locked, write_file
 from sferic.data.sources import STDLIB
 from sferic.evals import compression
 from sferic.infer import Sampling, continue_text
@@ -51,7 +49,6 @@ from sferic.train import Trainer, compute_dtype
 
 VALIDATION_PACKS = 8
 SAMPLE_TOKENS = 120
-MODEL_FILES = ("model/model.safetensors", "model/tokenizer.json")
 
 Say = Callable[[str], None]
 Sides = tuple[list[Document], list[Document]]  # training and held-out
@@ -88,7 +85,8 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
     _check_folder(out, recipe)
     sides = None if _is_prepared(out) else read_inputs(recipe, out)
     out.mkdir(parents=True, exist_ok=True)
-    with _lock(out):
+    taken = f"another process runs in {out}; wait for it, or choose another folder with --out"
+    with locked(out / "lock", taken):
         _check_folder(out, recipe)  # another run may have come first
         if _is_new(out):
             write_file(out / "recipe.json", (dump(recipe) + "\n").encode())
@@ -200,30 +198,14 @@ def _check_folder(out: Path, recipe: Recipe) -> None:
         )
 
 
-@contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Be the only run in a folder; the system ends the lock with the process that holds it.
-
-    Raises:
-        ValueError: another process works there.
-    """
-    with (out / "lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another process runs in {out}; wait for it, or choose another folder with --out"
-            ) from error
-        yield
-
-
 def _is_prepared(out: Path) -> bool:
     """Whether the corpus has been read for good."""
     return all((out / name).exists() for name in ("tokenizer.json", "data/train", "data/heldout"))
 
 
 def _is_finished(out: Path) -> bool:
-    return all((out / name).exists() for name in ("report.json", *MODEL_FILES))
+    files = all((out / name).exists() for name in ("report.json", "model/tokenizer.json"))
+    return files and any((out / "model").glob("*.safetensors"))  # one, or several of a large model
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

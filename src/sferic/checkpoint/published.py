@@ -28,7 +28,7 @@ MODEL_TYPES = {
 MIXER_NORM_EPS = 1e-6
 # what neither schema can say of a model stands under a key of its own, which also tells our files
 OWN_KEY = "sferic"
-OWN_FIELDS = ("init_gain", "capacity_factor", "aux_coef", "aux_norm")
+_OWN, _OWN_FFN = ("init_gain",), ("capacity_factor", "aux_coef", "aux_norm")
 
 _COMMON = {
     "vocab_size": "vocab_size",
@@ -145,8 +145,9 @@ def from_published(data: Table, source: str) -> ModelConfig:
     if problems:
         lines = [f"  {problem}" for problem in problems]
         raise ConfigError("\n".join([f"{source} can't be used:", *lines]))
-    values |= _own_part(data, source, ("init_gain",))
-    values["ffn"] |= _own_part(data, source, ("capacity_factor", "aux_coef", "aux_norm"))
+    own = _own_fields(data, source)
+    values |= {name: own[name] for name in _OWN if name in own}
+    values["ffn"] |= {name: own[name] for name in _OWN_FFN if name in own}
     return build(ModelConfig, values, source)
 
 
@@ -196,8 +197,8 @@ def to_published(config: ModelConfig, layout: Layout, dtype: str, old: Table) ->
     else:
         data["rope_parameters"] = {"rope_type": "default", "rope_theta": data.pop("rope_theta")}
     data[OWN_KEY] = {
-        "init_gain": config.init_gain,
-        **{name: getattr(ffn, name) for name in OWN_FIELDS if name != "init_gain"},
+        **{name: getattr(config, name) for name in _OWN},
+        **{name: getattr(ffn, name) for name in _OWN_FFN},
     }
     return data
 
@@ -221,12 +222,12 @@ def unpublishable(config: ModelConfig, layout: Layout) -> list[str]:
     return problems
 
 
-def _own_part(data: Table, source: str, names: tuple[str, ...]) -> Table:
+def _own_fields(data: Table, source: str) -> Table:
     """Those of our own fields that a `config.json` holds."""
-    own = data.get(OWN_KEY, {})
-    if not isinstance(own, dict) or not own.keys() <= set(OWN_FIELDS):
-        raise ConfigError(f"{source}: {OWN_KEY} = {own!r}: may hold {', '.join(OWN_FIELDS)} alone")
-    return {name: own[name] for name in names if name in own}
+    own, known = data.get(OWN_KEY, {}), (*_OWN, *_OWN_FFN)
+    if not isinstance(own, dict) or not own.keys() <= set(known):
+        raise ConfigError(f"{source}: {OWN_KEY} = {own!r}: may hold {', '.join(known)} alone")
+    return own
 
 
 def _equal(found: Any, good: Any) -> bool:

@@ -1,6 +1,5 @@
 """Models on disk: saved, loaded and converted, in three layouts."""
 
-import fcntl
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from sferic.checkpoint.published import OWN_KEY, SPECIAL_IDS, to_published
 from sferic.checkpoint.shards import INDEX_FILE, Out, write_shards
 from sferic.config import ModelConfig, dump
 from sferic.data import Tokenizer, copy_tokenizer
-from sferic.data.files import recover, replace_folder, sync, temporary
+from sferic.data.files import locked, recover, replace_folder, sync, temporary
 from sferic.nn import HybridModel
 
 SHARD_BYTES = 5_000_000_000
@@ -171,11 +170,7 @@ def _alone(folder: Path) -> Iterator[None]:
     if folder.exists() and not marker.exists():
         raise ValueError(f"{folder} is in the way: move it, or choose another path to write to")
     folder.mkdir(parents=True, exist_ok=True)
-    with marker.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"another process is writing {folder}: wait for it") from error
+    with locked(marker, f"another process is writing {folder}: wait for it"):
         for stale in folder.iterdir():  # of a process that died
             if stale != marker:
                 shutil.rmtree(stale) if stale.is_dir() else stale.unlink()

@@ -1,8 +1,11 @@
 """Writing so that nothing is lost: beside the target, flushed to disk, then renamed over it."""
 
+import fcntl
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -66,6 +69,21 @@ def recover(path: Path) -> None:
 
 def _old(path: Path) -> Path:
     return path.with_name(path.name + ".old.tmp")
+
+
+@contextmanager
+def locked(file: Path, taken: str) -> Iterator[None]:
+    """Hold a lock on a file, made if it is not there; it ends with the process that holds it.
+
+    Raises:
+        ValueError: another process holds it; the text is ``taken``.
+    """
+    with file.open("ab") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(taken) from error
+        yield
 
 
 def write_file(path: Path, content: bytes) -> None:
