@@ -1,20 +1,18 @@
 """Lightning attention: the operator of training, and its two forms that work on a slot pool."""
 
 from itertools import pairwise
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from sferic.ops.lightning.backend import Backend, kernels_for
 from sferic.ops.lightning.blocks import lightning_blocks
+from sferic.ops.lightning.gradients import attention
 from sferic.ops.lightning.pool import lightning_decode, lightning_prefill
 from sferic.ops.lightning.slopes import lightning_slopes
 from sferic.ops.packs import check_cu_seqlens
 from sferic.ops.precision import fp32
 
 __all__ = ["lightning_attention", "lightning_decode", "lightning_prefill", "lightning_slopes"]
-
-Backend = Literal["auto", "reference"]
 
 
 def lightning_attention(
@@ -39,17 +37,22 @@ def lightning_attention(
         return_state: also return the state after each sequence, at least float32.
         cu_seqlens: [S + 1] int32, offsets of the S documents of a pack; empty ones are allowed.
         deterministic: a sequence's bits don't depend on its neighbours in the batch or pack.
-        backend: "reference" is the block form in plain PyTorch; "auto" takes the fastest there is.
+        backend: "reference" is the block form in plain PyTorch, "triton" the kernels for any GPU,
+            "hopper" those for sm_90; "auto" takes the fastest that can.
 
     Returns:
         o in the shape and dtype of v, or (o, state [B or S, H, K, V]).
 
     Raises:
-        ValueError: on shapes that don't fit together, naming them.
+        ValueError: on shapes that don't fit together, or that the backend can't take, naming them.
     """
-    if backend not in ("auto", "reference"):
-        raise ValueError(f"backend {backend!r} is not one of 'auto', 'reference'")
     _check(q, k, v, slopes, initial_state, cu_seqlens)
+    kernels = kernels_for(backend, q, k, v, slopes)
+    if kernels is not None:
+        o, state = attention(
+            kernels, q, k, v, slopes, initial_state, cu_seqlens, return_state, deterministic
+        )
+        return o if state is None else (o, state)
     if cu_seqlens is None:
         o, state = _batch(q, k, v, slopes, initial_state, deterministic)
     elif initial_state is None and not return_state and not deterministic:

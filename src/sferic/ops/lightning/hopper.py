@@ -1,0 +1,571 @@
+"""Lightning attention for Hopper (sm_90) in Gluon: the scan of `triton.py` at the speed of memory.
+
+A program takes one item and one head.  One warp loads tiles of a, b and c through TMA into a ring
+of buffers; two warpgroups, each with half of c's columns, share them.  A warpgroup keeps its half
+of the state, transposed, in registers in float32, and a copy in the inputs' type in shared memory
+as operand of the tensor cores.  Per chunk of 64 tokens:
+
+    scores = a b^T              out = decay * (a S) + (scores * mask) c
+    S = lambda^n S + (weights * c)^T b
+
+The loading warp goes on to the next document of the item while the math warps finish the last.
+Rows of a tile beyond a document's end are zero: TMA fills them at the end of a batch's row, the
+math warps where the next document of a pack follows.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.runtime._allocation import NullAllocator, _allocator
+
+from sferic.ops.lightning import triton as plain
+from sferic.ops.lightning.plan import Plan, batch_plan, pack_plan
+from sferic.ops.lightning.triton import Parts, Pool, parts
+
+__all__ = ["parts", "plan", "problem", "ready", "scan", "scan_back"]
+
+CHUNK = 64
+WIDTH = 128  # of a tile; smaller head dims are padded by TMA
+BUFFERS = 2
+LOG2E = gl.constexpr(1.4426950408889634)
+FAINT = gl.constexpr(1e-9)
+
+
+@gluon.jit
+def _bounds(item, TABLE, tokens, segments, C: gl.constexpr, PACKED: gl.constexpr):
+    """First chunk of an item and the one after its last."""
+    if PACKED:
+        begin = gl.load(TABLE + item * 6)
+        end = gl.load(TABLE + item * 6 + 1)
+    else:
+        chunks = (tokens + C - 1) // C
+        segment = item % segments
+        begin = (segment * chunks.to(gl.int64) // segments).to(gl.int32)
+        end = ((segment + 1) * chunks.to(gl.int64) // segments).to(gl.int32)
+    return begin, end
+
+
+@gluon.jit
+def _document(item, OFFSETS, TABLE, tokens, segments, PACKED: gl.constexpr, REVERSE: gl.constexpr):
+    """The document an item enters first: number, first row, length, number of first chunk."""
+    if PACKED:
+        place = TABLE + item * 6 + (4 if REVERSE else 2)
+        document = gl.load(place)
+        first = gl.load(place + 1)
+        row = gl.load(OFFSETS + document)
+        length = gl.load(OFFSETS + document + 1) - row
+    else:
+        document = item // segments
+        first = item * 0
+        row = item * 0
+        length = tokens
+    return document, row, length, first
+
+
+@gluon.jit
+def _chunks(length, C: gl.constexpr):
+    return gl.maximum((length + C - 1) // C, 1)
+
+
+@gluon.jit
+def _next_document(document, row, length, first, OFFSETS, C: gl.constexpr, REVERSE: gl.constexpr):
+    if REVERSE:
+        document -= 1
+    else:
+        first += _chunks(length, C)
+        document += 1
+    row = gl.load(OFFSETS + document)
+    length = gl.load(OFFSETS + document + 1) - row
+    if REVERSE:
+        first -= _chunks(length, C)
+    return document, row, length, first
+
+
+@gluon.jit
+def _load_tiles(
+    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, OFFSETS, TABLE, item, tokens, segments,
+    C: gl.constexpr, WIDTH: gl.constexpr, BUFFERS: gl.constexpr,
+    REVERSE: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: every chunk of the item, in order, into the next free buffer."""
+    begin, end = _bounds(item, TABLE, tokens, segments, C, PACKED)
+    document, row, length, first = _document(
+        item, OFFSETS, TABLE, tokens, segments, PACKED, REVERSE
+    )
+    done = 0
+    left = end - begin
+    while left > 0:
+        start, stop = gl.maximum(begin, first), gl.minimum(end, first + _chunks(length, C))
+        for step in range(stop - start):
+            if REVERSE:
+                i = stop - 1 - step - first
+            else:
+                i = start + step - first
+            buffer = done % BUFFERS
+            mbarrier.wait(empty.index(buffer), ((done // BUFFERS) & 1) ^ 1)
+            ready = full.index(buffer)
+            mbarrier.expect(ready, 3 * C * WIDTH * 2)
+            place = [row + i * C, 0]
+            tma.async_copy_global_to_shared(a, place, ready, a_tiles.index(buffer))
+            tma.async_copy_global_to_shared(b, place, ready, b_tiles.index(buffer))
+            tma.async_copy_global_to_shared(c, place, ready, c_tiles.index(buffer))
+            done += 1
+        left -= stop - start
+        if PACKED:
+            if left > 0:
+                document, row, length, first = _next_document(
+                    document, row, length, first, OFFSETS, C, REVERSE
+                )
+
+
+@gluon.jit
+def _zero_tail(tile, n, layout: gl.constexpr, C: gl.constexpr):
+    """Rows n and after of a tile become zero."""
+    x = tile.load(layout)
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, layout))
+    tile.store(gl.where(gl.expand_dims(rows, 1) < n, x, 0.0).to(x.dtype))
+
+
+@gluon.jit
+def _sum_of_parts(
+    state, PARTS, item, head, heads, place, inside, slope, first, length, TABLE, tokens, segments,
+    size, C: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Add to `state` what the items before this one hold of the document at its start."""
+    begin, end = _bounds(item, TABLE, tokens, segments, C, PACKED)
+    weight = gl.exp2(-slope * 0.0)
+    if REVERSE:
+        after = first + _chunks(length, C)
+        while (end < after) & (weight > FAINT):
+            item += 1
+            _, next_end = _bounds(item, TABLE, tokens, segments, C, PACKED)
+            part = PARTS + (item.to(gl.int64) * heads + head) * size
+            state += weight * gl.load(part + place, mask=inside, other=0.0)
+            passed = gl.minimum(length, (next_end - first) * C) - (end - first) * C
+            weight *= gl.exp2(-slope * passed.to(gl.float32))
+            end = next_end
+    else:
+        while (begin > first) & (weight > FAINT):
+            item -= 1
+            earlier, _ = _bounds(item, TABLE, tokens, segments, C, PACKED)
+            part = PARTS + (item.to(gl.int64) * heads + head) * size
+            state += weight * gl.load(part + place, mask=inside, other=0.0)
+            passed = (begin - gl.maximum(earlier, first)) * C
+            weight *= gl.exp2(-slope * passed.to(gl.float32))
+            begin = earlier
+    return state
+
+
+@gluon.jit
+def _math(
+    half: gl.constexpr, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
+    out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
+    item, head, heads, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
+    C: gl.constexpr, WIDTH: gl.constexpr,
+    BUFFERS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
+    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: `half` of c's columns, over all chunks of the item."""
+    COLUMNS: gl.constexpr = WIDTH // 2
+    DTYPE: gl.constexpr = a_tiles.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    scores_operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    c_operand: gl.constexpr = gl.DotOperandLayout(0, state_layout, 2)
+    rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+
+    slope = gl.load(SLOPES + head).to(gl.float32) * LOG2E
+    row_i = gl.arange(0, C, layout=gl.SliceLayout(1, scores_layout))
+    column_j = gl.arange(0, C, layout=gl.SliceLayout(0, scores_layout))
+    behind = gl.expand_dims(row_i, 1) - gl.expand_dims(column_j, 0)
+    row_o = gl.arange(0, C, layout=gl.SliceLayout(1, out_layout))
+    row_c = gl.arange(0, C, layout=gl.SliceLayout(0, c_operand))
+    if REVERSE:
+        behind = -behind
+        weights = gl.exp2(-slope * (row_c + 1).to(gl.float32))
+    else:
+        weights = gl.exp2(-slope * (C - 1 - row_c).to(gl.float32))
+    mask = gl.exp2(-slope * gl.maximum(behind, 0).to(gl.float32))
+    mask = gl.where(behind >= 0, mask, 0.0)
+    from_start = gl.exp2(-slope * (row_o + 1).to(gl.float32))
+
+    c_column = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, state_layout))
+    b_column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, state_layout))
+    place = gl.expand_dims(c_column, 1) * state_c + gl.expand_dims(b_column, 0) * state_b
+    inside = (gl.expand_dims(c_column, 1) < c_width) & (gl.expand_dims(b_column, 0) < b_width)
+    no_scores = gl.zeros([C, C], gl.float32, scores_layout)
+    no_out = gl.zeros([C, COLUMNS], gl.float32, out_layout)
+
+    begin, end = _bounds(item, TABLE, tokens, segments, C, PACKED)
+    document, row, length, first = _document(
+        item, OFFSETS, TABLE, tokens, segments, PACKED, REVERSE
+    )
+    done = 0
+    left = end - begin
+    while left > 0:
+        chunks = _chunks(length, C)
+        start, stop = gl.maximum(begin, first), gl.minimum(end, first + chunks)
+        whole = (start == first) & (stop == first + chunks)
+        if REVERSE:
+            enters = stop == first + chunks
+            leaves = start == first
+        else:
+            enters = start == first
+            leaves = stop == first + chunks
+        slot = document
+        known = document >= 0
+        if POOL:
+            slot = gl.load(SLOTS + document)
+            known = gl.load(KNOWN + document) != 0
+        own = (slot.to(gl.int64) * heads + head) * (b_width * c_width)
+        state = gl.zeros([COLUMNS, WIDTH], gl.float32, state_layout)
+        if ENTERS:
+            if whole:
+                state = gl.load(ENTERING + own + place, mask=inside & known, other=0.0)
+        if SPLIT:
+            if whole == 0:
+                if enters:
+                    if ENTERS:
+                        entry = ENTRY + (item.to(gl.int64) * heads + head) * (b_width * c_width)
+                        state = gl.load(entry + place, mask=inside, other=0.0)
+                else:
+                    state = _sum_of_parts(
+                        state, PARTS, item, head, heads, place, inside, slope, first, length,
+                        TABLE, tokens, segments, b_width * c_width, C, REVERSE, PACKED,
+                    )  # fmt: skip
+        state_tile.store(state.to(DTYPE))
+        fence_async_shared()
+        gl.thread_barrier()
+        for step in range(stop - start):
+            if REVERSE:
+                i = stop - 1 - step - first
+            else:
+                i = start + step - first
+            n = gl.minimum(length - i * C, C)
+            t = row + i * C
+            buffer = done % BUFFERS
+            a = a_tiles.index(buffer)
+            b = b_tiles.index(buffer)
+            c = c_tiles.index(buffer).slice(half * COLUMNS, COLUMNS, dim=1)
+            mbarrier.wait(full.index(buffer), (done // BUFFERS) & 1)
+            if PACKED:
+                if n < C:
+                    # both warpgroups write the same to b
+                    _zero_tail(b, n, rows_layout, C)
+                    _zero_tail(c, n, rows_layout, C)
+                    fence_async_shared()
+                    gl.thread_barrier()
+            scores = warpgroup_mma(a, b.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            o = warpgroup_mma(a, state_tile.permute((1, 0)), no_out, use_acc=False, is_async=True)
+            w = weights
+            if LEAVES:
+                if not REVERSE:
+                    if n < C:
+                        w = gl.exp2(-slope * gl.maximum(n - 1 - row_c, 0).to(gl.float32))
+            c_t = c.permute((1, 0)).load(c_operand)
+            weighted = (c_t.to(gl.float32) * gl.expand_dims(w, 0)).to(DTYPE)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            p = gl.convert_layout((scores * mask).to(DTYPE), scores_operand)
+            o = warpgroup_mma_wait(0, deps=[o])
+            if REVERSE:
+                scale = gl.exp2(-slope * gl.maximum(n - 1 - row_o, 0).to(gl.float32))
+            else:
+                scale = from_start
+            o = warpgroup_mma(p, c, o * gl.expand_dims(scale, 1), is_async=True)
+            decay = gl.exp2(-slope * n.to(gl.float32))
+            state = warpgroup_mma(weighted, b, state * decay, is_async=True)
+            o = warpgroup_mma_wait(1, deps=[o])
+            o_16 = o.to(DTYPE)
+            tma.store_wait(0)
+            out_tile.store(o.to(DTYPE))
+            if PACKED:
+                if n < C:
+                    gl.thread_barrier()
+                    kept = out_tile.load(rows_layout)
+                    rows = gl.arange(0, C, layout=gl.SliceLayout(1, rows_layout))
+                    columns = half * COLUMNS + gl.arange(
+                        0, COLUMNS, layout=gl.SliceLayout(0, rows_layout)
+                    )
+                    to = gl.expand_dims((t + rows).to(gl.int64) * o_token, 1)
+                    to += gl.expand_dims(columns, 0)
+                    here = gl.expand_dims(rows < n, 1) & gl.expand_dims(columns < c_width, 0)
+                    gl.store(OUT + to, kept, mask=here)
+                else:
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(out, [t, half * COLUMNS], out_tile)
+            else:
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out, [t, half * COLUMNS], out_tile)
+            state = warpgroup_mma_wait(0, deps=[state])
+            state_tile.store(state.to(DTYPE))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(buffer), count=1)
+            done += 1
+        if LEAVES:
+            if leaves & (leave != 0):
+                gl.store(LEAVING + own + place, state, mask=inside)
+        left -= stop - start
+        if PACKED:
+            if left > 0:
+                document, row, length, first = _next_document(
+                    document, row, length, first, OFFSETS, C, REVERSE
+                )
+    tma.store_wait(0)
+
+
+AXES = ("batch", "token", "head")
+STRIDES = [f"{x}_{of}" for x in "abco" for of in AXES]
+
+
+@gluon.jit(do_not_specialize=["tokens", "segments", "heads", *STRIDES])
+def _scan_kernel(
+    A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
+    tokens, segments, heads, a_batch, a_token, a_head, b_batch, b_token, b_head,
+    c_batch, c_token, c_head, o_batch, o_token, o_head,
+    KB: gl.constexpr, KC: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr,
+    BUFFERS: gl.constexpr, REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr,
+    PACKED: gl.constexpr, SPLIT: gl.constexpr, ENTERS: gl.constexpr, LEAVES: gl.constexpr,
+    POOL: gl.constexpr,
+):  # fmt: skip
+    """One scan: a program for each item and head."""
+    pid = gl.program_id(0)
+    if TRANSPOSED:
+        state_b, state_c = 1, KB
+    else:
+        state_b, state_c = KC, 1
+    _program(
+        pid, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
+        tokens, segments, heads, a_batch, a_token, a_head, b_batch, b_token, b_head,
+        c_batch, c_token, c_head, o_batch, o_token, o_head, KB, KC, state_b, state_c, 1,
+        C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _program(
+    pid, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
+    tokens, segments, heads, a_batch, a_token, a_head, b_batch, b_token, b_head,
+    c_batch, c_token, c_head, o_batch, o_token, o_head, b_width, c_width, state_b, state_c, leave,
+    C: gl.constexpr, WIDTH: gl.constexpr,
+    BUFFERS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
+    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = A.dtype.element_ty
+    COLUMNS: gl.constexpr = WIDTH // 2
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    head = pid % heads
+    item = pid // heads
+    if not PACKED:
+        document = (item // segments).to(gl.int64)
+        A += document * a_batch
+        B += document * b_batch
+        C_ += document * c_batch
+        OUT += document * o_batch
+    A += head.to(gl.int64) * a_head
+    B += head.to(gl.int64) * b_head
+    C_ += head.to(gl.int64) * c_head
+    OUT += head.to(gl.int64) * o_head
+    a = tma.make_tensor_descriptor(A, [tokens, b_width], [a_token, 1], [C, WIDTH], layout)
+    b = tma.make_tensor_descriptor(B, [tokens, b_width], [b_token, 1], [C, WIDTH], layout)
+    c = tma.make_tensor_descriptor(C_, [tokens, c_width], [c_token, 1], [C, WIDTH], layout)
+    out = tma.make_tensor_descriptor(OUT, [tokens, c_width], [o_token, 1], [C, COLUMNS], layout)
+    a_tiles = gl.allocate_shared_memory(DTYPE, [BUFFERS, C, WIDTH], layout)
+    b_tiles = gl.allocate_shared_memory(DTYPE, [BUFFERS, C, WIDTH], layout)
+    c_tiles = gl.allocate_shared_memory(DTYPE, [BUFFERS, C, WIDTH], layout)
+    states = gl.allocate_shared_memory(DTYPE, [2, COLUMNS, WIDTH], layout)
+    outs = gl.allocate_shared_memory(DTYPE, [2, C, COLUMNS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_math, (
+                0, a_tiles, b_tiles, c_tiles, states.index(0), outs.index(0), full, empty,
+                out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
+                item, head, heads, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
+                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL,
+            )),
+            (_math, (
+                1, a_tiles, b_tiles, c_tiles, states.index(1), outs.index(1), full, empty,
+                out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
+                item, head, heads, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
+                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL,
+            )),
+            (_load_tiles, (
+                a, b, c, a_tiles, b_tiles, c_tiles, full, empty, OFFSETS, TABLE,
+                item, tokens, segments, C, WIDTH, BUFFERS, REVERSE, PACKED,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+BACK_STRIDES = [f"{x}_{of}" for x in ("q", "k", "v", "do", "dk", "dv") for of in AXES]
+
+
+@gluon.jit(do_not_specialize=["tokens", "segments", "heads", *BACK_STRIDES])
+def _scan_back_kernel(
+    Q, K, V, DO, DK, DV, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, OFFSETS, TABLE,
+    tokens, segments, heads, q_batch, q_token, q_head, k_batch, k_token, k_head,
+    v_batch, v_token, v_head, do_batch, do_token, do_head,
+    dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head,
+    K_WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr,
+    BUFFERS: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
+    ENTERS: gl.constexpr, LEAVES: gl.constexpr,
+):  # fmt: skip
+    """dv (even programs) and dk (odd ones) side by side, so that they share q and do in L2."""
+    pid = gl.program_id(0)
+    of_v = pid % 2 == 0
+    A, B, C_, OUT = V, DO, Q, DK
+    a_batch, a_token, a_head = v_batch, v_token, v_head
+    b_batch, b_token, b_head = do_batch, do_token, do_head
+    c_batch, c_token, c_head = q_batch, q_token, q_head
+    o_batch, o_token, o_head = dk_batch, dk_token, dk_head
+    if of_v:
+        A, B, C_, OUT = K, Q, DO, DV
+        a_batch, a_token, a_head = k_batch, k_token, k_head
+        b_batch, b_token, b_head = q_batch, q_token, q_head
+        c_batch, c_token, c_head = do_batch, do_token, do_head
+        o_batch, o_token, o_head = dv_batch, dv_token, dv_head
+    _program(
+        pid // 2, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING,
+        OFFSETS, OFFSETS, OFFSETS, TABLE, tokens, segments, heads,
+        a_batch, a_token, a_head, b_batch, b_token, b_head,
+        c_batch, c_token, c_head, o_batch, o_token, o_head,
+        gl.where(of_v, K_WIDTH, V_WIDTH), gl.where(of_v, V_WIDTH, K_WIDTH),
+        gl.where(of_v, V_WIDTH, 1), gl.where(of_v, 1, V_WIDTH), of_v.to(gl.int32),
+        C, WIDTH, BUFFERS, True, PACKED, SPLIT, ENTERS, LEAVES, False,
+    )  # fmt: skip
+
+
+def problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why these kernels can't take an input, or None."""
+    if not q.is_cuda or _capability(q.device.index) != (9, 0):
+        return f"{q.device} is no Hopper GPU (sm_90)"
+    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"q {q.dtype}, k {k.dtype}, v {v.dtype} are not all bfloat16 or float16"
+    dims = q.shape[-1], v.shape[-1]
+    if any(d % 8 or not WIDTH // 2 < d <= WIDTH for d in dims):
+        return f"head dims {dims[0]} and {dims[1]} are not multiples of 8 in 72..{WIDTH}"
+    return None
+
+
+@lru_cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def plan(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, deterministic: bool, scans: int = 1
+) -> Plan:
+    """The cut of q [B, T, H, K] or [T, H, K] for so many scans in one launch."""
+    programs = plain.processors(q.device.index)
+    heads = q.shape[-2] * scans
+    if cu_seqlens is None:
+        return batch_plan(q.shape[0], q.shape[1], heads, CHUNK, programs, deterministic)
+    cut = pack_plan(cu_seqlens, q.shape[0], heads, CHUNK, programs, deterministic)
+    plain.place_items(cut, deterministic)
+    return cut
+
+
+def ready(x: Tensor) -> Tensor:
+    """The input as TMA reads it: last stride 1, the others and the address multiples of 16 bytes."""
+    strides = x.stride()
+    good = strides[-1] == 1 and x.data_ptr() % 16 == 0
+    good = good and all(s % 8 == 0 and (s > 0) for s in strides[:-1])
+    return x if good else x.contiguous()
+
+
+def scan(
+    plan: Plan,
+    slopes: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    out: Tensor,
+    *,
+    reverse: bool = False,
+    transposed: bool = False,
+    parts: Parts | None = None,
+    entering: Tensor | None = None,
+    leaving: Tensor | None = None,
+    pool: Pool | None = None,
+) -> None:
+    """out = scan(a, b, c); the arguments are those of `triton.scan`."""
+    heads = b.shape[-2]
+    sums, entry = parts or (slopes, slopes)
+    slots, known, _ = pool or (slopes, slopes, None)
+    _allow_scratch()
+    _scan_kernel[(plan.items * heads,)](
+        a, b, c, out, slopes, sums, entry, _or(entering, slopes), _or(leaving, slopes),
+        slots, known, _or(plan.cu_seqlens, slopes), _or(plan.table, slopes),
+        plan.tokens, plan.segments, heads,
+        *plain.strides(a), *plain.strides(b), *plain.strides(c), *plain.strides(out),
+        KB=b.shape[-1], KC=c.shape[-1], C=CHUNK, WIDTH=WIDTH, BUFFERS=BUFFERS,
+        REVERSE=reverse, TRANSPOSED=transposed, PACKED=plan.table is not None, SPLIT=plan.split,
+        ENTERS=entering is not None, LEAVES=leaving is not None, POOL=pool is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def scan_back(
+    plan: Plan,
+    slopes: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    parts: Parts | None,
+    entering: Tensor | None,
+    leaving: Tensor | None,
+) -> None:
+    """dk and dv; the arguments are those of `triton.scan_back`."""
+    heads = q.shape[-2]
+    sums, entry = parts or (slopes, slopes)
+    _allow_scratch()
+    _scan_back_kernel[(2 * plan.items * heads,)](
+        q, k, v, do, dk, dv, slopes, sums, entry, _or(entering, slopes), _or(leaving, slopes),
+        _or(plan.cu_seqlens, slopes), _or(plan.table, slopes),
+        plan.tokens, plan.segments, heads,
+        *(s for x in (q, k, v, do, dk, dv) for s in plain.strides(x)),
+        K_WIDTH=q.shape[-1], V_WIDTH=v.shape[-1], C=CHUNK, WIDTH=WIDTH, BUFFERS=BUFFERS,
+        PACKED=plan.table is not None, SPLIT=plan.split,
+        ENTERS=entering is not None, LEAVES=leaving is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _or(x: Tensor | None, instead: Tensor) -> Tensor:
+    """Kernels take a tensor even where they read none."""
+    return instead if x is None else x
+
+
+def _allow_scratch() -> None:
+    """The kernels build their TMA descriptors in memory for which Triton asks the caller."""
+    if isinstance(_allocator.get(), NullAllocator):
+        triton.set_allocator(_scratch)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
