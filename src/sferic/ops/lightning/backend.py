@@ -6,6 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Backend = Literal["auto", "reference", "triton", "hopper"]
@@ -13,9 +14,20 @@ BACKENDS = ("auto", "reference", "triton", "hopper")
 
 
 def kernels_for(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
+    backend: Backend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    pool: Tensor | None = None,
+    *,
+    decode: bool = False,
 ) -> ModuleType | None:
     """The module of kernels for these inputs; None stands for the reference.
+
+    Args:
+        pool: the states that the call writes in place, if it does.
+        decode: for one token a row; that kernel is the same on every GPU.
 
     Raises:
         ValueError: `backend` is not one of the four, or can't take the inputs.
@@ -26,15 +38,15 @@ def kernels_for(
     if backend == "reference" or (backend == "auto" and not q.is_cuda):
         return None
     if backend != "auto":
-        kernels = _module(backend)
-        reason = _problem(kernels, q, k, v, slopes)
+        kernels = _module("decode" if decode else backend)
+        reason = _problem(kernels, q, k, v, slopes, pool)
         if reason is not None:
             raise ValueError(f"backend {backend!r} can't take this input: {reason}")
         return kernels
     reasons = []
-    for name in ("hopper", "triton"):
+    for name in ("decode",) if decode else ("hopper", "triton"):
         kernels = _module(name)
-        reason = _problem(kernels, q, k, v, slopes)
+        reason = _problem(kernels, q, k, v, slopes, pool)
         if reason is None:
             return kernels
         reasons.append(f"{name}: {reason}")
@@ -43,7 +55,12 @@ def kernels_for(
 
 
 def _problem(
-    kernels: ModuleType | str, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
+    kernels: ModuleType | str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    pool: Tensor | None,
 ) -> str | None:
     if isinstance(kernels, str):
         return kernels
@@ -51,6 +68,8 @@ def _problem(
         return "slopes want a gradient"
     if q.numel() == 0 or v.numel() == 0:
         return f"q {list(q.shape)} is empty"
+    if pool is not None and (pool.dtype != torch.float32 or not pool.is_contiguous()):
+        return f"the pool is {pool.dtype}, strides {pool.stride()}, not contiguous float32"
     return kernels.problem(q, k, v)
 
 

@@ -5,6 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sferic.ops.launch import launch
+from sferic.ops.lightning.triton import problem
+
+__all__ = ["decode", "problem"]
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -55,8 +60,13 @@ def decode(
     V = v.shape[-1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     BK, BV = triton.next_power_of_2(K), min(64, triton.next_power_of_2(V))
-    _decode_kernel[(rows * heads * triton.cdiv(V, BV),)](
-        q, k, v, out, slopes, pool, slots, heads, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        K=K, V=V, BK=BK, BV=BV, SILU=silu, num_warps=8 if BK * BV > 4096 else 4,
-    )  # fmt: skip
+    launch(
+        _decode_kernel,
+        rows * heads * -(-V // BV),
+        (q, k, v, out, slopes, pool, slots),
+        (heads,),
+        (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        (K, V, BK, BV, silu),
+        num_warps=8 if BK * BV > 4096 else 4,
+    )
     return out

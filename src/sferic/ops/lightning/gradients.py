@@ -55,13 +55,40 @@ def _forward(
     return o, state, plan, parts
 
 
+def prefill(
+    kernels: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    state_pool: Tensor,
+    slots: Tensor,
+    has_state: Tensor,
+    cu_seqlens: Tensor,
+    checkpoints: tuple[Tensor, Tensor, Tensor] | None,
+) -> Tensor:
+    """`lightning_prefill` by one scan whose states enter from the pool and leave to it."""
+    q, k, v = kernels.ready(q), kernels.ready(k), kernels.ready(v)
+    plan = kernels.plan(q, v, cu_seqlens, False)
+    pool = kernels.pool(slots, has_state, checkpoints)
+    parts = None
+    if plan.split:
+        parts = kernels.parts(plan, slopes, k, v, entering=state_pool, pool=pool)
+    o = v.new_empty(v.shape)
+    kernels.scan(
+        plan, slopes, a=q, b=k, c=v, out=o,
+        parts=parts, entering=state_pool, leaving=state_pool, pool=pool,
+    )  # fmt: skip
+    return o
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
         slopes, initial_state, *options = args
         o, state, plan, parts = _forward(kernels, q, k, v, slopes, initial_state, *options)
         ctx.save_for_backward(q, k, v, slopes, initial_state, *(parts or ()))
-        ctx.kernels, ctx.plan = kernels, plan
+        ctx.kernels, ctx.plan, ctx.deterministic = kernels, plan, options[-1]
         ctx.set_materialize_grads(False)
         return o, state
 
@@ -82,10 +109,11 @@ class _Attention(torch.autograd.Function):
             plan, slopes, a=do, b=v, c=k, out=dq,
             transposed=True, parts=parts or None, entering=initial_state,
         )  # fmt: skip
+        back = kernels.plan_back(q, v, plan, ctx.deterministic)
         behind = None
-        if plan.split:
-            behind = kernels.parts(plan, slopes, q, do, reverse=True, entering=dstate)
+        if back.split:
+            behind = kernels.parts(back, slopes, q, do, reverse=True, entering=dstate)
         kernels.scan_back(
-            plan, slopes, q, k, v, do, dk, dv, parts=behind, entering=dstate, leaving=dinitial
+            back, slopes, q, k, v, do, dk, dv, parts=behind, entering=dstate, leaving=dinitial
         )
         return None, dq, dk, dv, None, dinitial, None, None, None

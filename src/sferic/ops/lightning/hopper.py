@@ -29,11 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.runtime._allocation import NullAllocator, _allocator
 
+from sferic.ops.launch import launch
 from sferic.ops.lightning import triton as plain
 from sferic.ops.lightning.plan import Plan, batch_plan, pack_plan
-from sferic.ops.lightning.triton import Parts, Pool, parts
+from sferic.ops.lightning.triton import Parts, Pool, parts, pool
 
-__all__ = ["parts", "plan", "problem", "ready", "scan", "scan_back"]
+__all__ = ["parts", "plan", "plan_back", "pool", "problem", "ready", "scan", "scan_back"]
 
 CHUNK = 64
 WIDTH = 128  # of a tile; smaller head dims are padded by TMA
@@ -168,13 +169,43 @@ def _sum_of_parts(
 
 
 @gluon.jit
+def _next_length(SORTED, at, last):
+    """Length of checkpoint `at`, if the document has it, or more than any."""
+    return gl.load(SORTED + at, mask=at < last, other=2147483647)
+
+
+@gluon.jit
+def _hidden(x):
+    """The same numbers, computed where they are needed.
+
+    The compiler would compute what follows from them once, at the top, and keep it in registers
+    through code that needs them all; there they spill, and every chunk reads them from memory.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _places(
+    half: gl.constexpr, state_b, state_c, b_width, c_width,
+    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Where the warpgroup's half of a state lies in memory, and which of it exists."""
+    c = half * COLUMNS + _hidden(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout)))
+    b = _hidden(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)))
+    c, b = gl.expand_dims(c, 1), gl.expand_dims(b, 0)
+    return c * state_c + b * state_b, (c < c_width) & (b < b_width)
+
+
+@gluon.jit
 def _math(
     half: gl.constexpr, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
-    out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
-    item, head, heads, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
+    out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+    item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
     C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
-    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr,
+    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr, CHECKED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: `half` of c's columns, over all chunks of the item."""
     COLUMNS: gl.constexpr = WIDTH // 2
@@ -187,24 +218,6 @@ def _math(
     rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
     slope = gl.load(SLOPES + head).to(gl.float32) * LOG2E
-    row_i = gl.arange(0, C, layout=gl.SliceLayout(1, scores_layout))
-    column_j = gl.arange(0, C, layout=gl.SliceLayout(0, scores_layout))
-    behind = gl.expand_dims(row_i, 1) - gl.expand_dims(column_j, 0)
-    row_o = gl.arange(0, C, layout=gl.SliceLayout(1, out_layout))
-    row_c = gl.arange(0, C, layout=gl.SliceLayout(0, c_operand))
-    if REVERSE:
-        behind = -behind
-        weights = gl.exp2(-slope * (row_c + 1).to(gl.float32))
-    else:
-        weights = gl.exp2(-slope * (C - 1 - row_c).to(gl.float32))
-    mask = gl.exp2(-slope * gl.maximum(behind, 0).to(gl.float32))
-    mask = gl.where(behind >= 0, mask, 0.0)
-    from_start = gl.exp2(-slope * (row_o + 1).to(gl.float32))
-
-    c_column = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, state_layout))
-    b_column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, state_layout))
-    place = gl.expand_dims(c_column, 1) * state_c + gl.expand_dims(b_column, 0) * state_b
-    inside = (gl.expand_dims(c_column, 1) < c_width) & (gl.expand_dims(b_column, 0) < b_width)
     no_scores = gl.zeros([C, C], gl.float32, scores_layout)
     no_out = gl.zeros([C, COLUMNS], gl.float32, out_layout)
 
@@ -233,9 +246,15 @@ def _math(
         state = gl.zeros([COLUMNS, WIDTH], gl.float32, state_layout)
         if ENTERS:
             if whole:
+                place, inside = _places(
+                    half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
+                )
                 state = gl.load(ENTERING + own + place, mask=inside & known, other=0.0)
         if SPLIT:
             if whole == 0:
+                place, inside = _places(
+                    half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
+                )
                 if enters:
                     if ENTERS:
                         entry = ENTRY + (item.to(gl.int64) * heads + head) * (b_width * c_width)
@@ -248,6 +267,27 @@ def _math(
         state_tile.store(state.to(DTYPE))
         fence_async_shared()
         gl.thread_barrier()
+        row_i = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, scores_layout)))
+        column_j = gl.arange(0, C, layout=gl.SliceLayout(0, scores_layout))
+        behind = gl.expand_dims(row_i, 1) - gl.expand_dims(column_j, 0)
+        row_o = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, out_layout)))
+        row_c = _hidden(gl.arange(0, C, layout=gl.SliceLayout(0, c_operand)))
+        if REVERSE:
+            behind = -behind
+            weights = gl.exp2(-slope * (row_c + 1).to(gl.float32))
+        else:
+            weights = gl.exp2(-slope * (C - 1 - row_c).to(gl.float32))
+        mask = gl.exp2(-slope * gl.maximum(behind, 0).to(gl.float32))
+        mask = gl.where(behind >= 0, mask, 0.0)
+        from_start = gl.exp2(-slope * (row_o + 1).to(gl.float32))
+        if CHECKED:
+            at = gl.load(FIRST + document)
+            last = gl.load(FIRST + document + 1)
+            wanted = _next_length(SORTED, at, last)
+            # an earlier item has written those up to its end
+            while (start > first) & (wanted <= (start - first) * C):
+                at += 1
+                wanted = _next_length(SORTED, at, last)
         for step in range(stop - start):
             if REVERSE:
                 i = stop - 1 - step - first
@@ -267,6 +307,23 @@ def _math(
                     _zero_tail(c, n, rows_layout, C)
                     fence_async_shared()
                     gl.thread_barrier()
+            if CHECKED:
+                while wanted <= i * C + n:
+                    count = wanted - i * C
+                    upto = gl.exp2(-slope * gl.maximum(count - 1 - row_c, 0).to(gl.float32))
+                    upto = gl.expand_dims(gl.where(row_c < count, upto, 0.0), 0)
+                    c_t = c.permute((1, 0)).load(c_operand)
+                    part = (c_t.to(gl.float32) * upto).to(DTYPE)
+                    copy = state * gl.exp2(-slope * count.to(gl.float32))
+                    copy = warpgroup_mma(part, b, copy, is_async=True)
+                    copy = warpgroup_mma_wait(0, deps=[copy])
+                    place, inside = _places(
+                        half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
+                    )
+                    to = gl.load(SORTED + checkpoints + at).to(gl.int64) * heads + head
+                    gl.store(LEAVING + to * (b_width * c_width) + place, copy, mask=inside)
+                    at += 1
+                    wanted = _next_length(SORTED, at, last)
             scores = warpgroup_mma(a, b.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             o = warpgroup_mma(a, state_tile.permute((1, 0)), no_out, use_acc=False, is_async=True)
             w = weights
@@ -316,6 +373,9 @@ def _math(
             done += 1
         if LEAVES:
             if leaves & (leave != 0):
+                place, inside = _places(
+                    half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
+                )
                 gl.store(LEAVING + own + place, state, mask=inside)
         left -= stop - start
         if PACKED:
@@ -330,15 +390,15 @@ AXES = ("batch", "token", "head")
 STRIDES = [f"{x}_{of}" for x in "abco" for of in AXES]
 
 
-@gluon.jit(do_not_specialize=["tokens", "segments", "heads", *STRIDES])
+@gluon.jit(do_not_specialize=["tokens", "segments", "heads", "checkpoints", *STRIDES])
 def _scan_kernel(
-    A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
-    tokens, segments, heads, a_batch, a_token, a_head, b_batch, b_token, b_head,
+    A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+    tokens, segments, heads, checkpoints, a_batch, a_token, a_head, b_batch, b_token, b_head,
     c_batch, c_token, c_head, o_batch, o_token, o_head,
     KB: gl.constexpr, KC: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr,
     PACKED: gl.constexpr, SPLIT: gl.constexpr, ENTERS: gl.constexpr, LEAVES: gl.constexpr,
-    POOL: gl.constexpr,
+    POOL: gl.constexpr, CHECKED: gl.constexpr,
 ):  # fmt: skip
     """One scan: a program for each item and head."""
     pid = gl.program_id(0)
@@ -347,21 +407,21 @@ def _scan_kernel(
     else:
         state_b, state_c = KC, 1
     _program(
-        pid, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
-        tokens, segments, heads, a_batch, a_token, a_head, b_batch, b_token, b_head,
+        pid, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+        tokens, segments, heads, checkpoints, a_batch, a_token, a_head, b_batch, b_token, b_head,
         c_batch, c_token, c_head, o_batch, o_token, o_head, KB, KC, state_b, state_c, 1,
-        C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL,
+        C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED,
     )  # fmt: skip
 
 
 @gluon.jit
 def _program(
-    pid, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
-    tokens, segments, heads, a_batch, a_token, a_head, b_batch, b_token, b_head,
+    pid, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+    tokens, segments, heads, checkpoints, a_batch, a_token, a_head, b_batch, b_token, b_head,
     c_batch, c_token, c_head, o_batch, o_token, o_head, b_width, c_width, state_b, state_c, leave,
     C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
-    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr,
+    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr, CHECKED: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = A.dtype.element_ty
     COLUMNS: gl.constexpr = WIDTH // 2
@@ -398,15 +458,15 @@ def _program(
         [
             (_math, (
                 0, a_tiles, b_tiles, c_tiles, states.index(0), outs.index(0), full, empty,
-                out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
-                item, head, heads, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
-                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL,
+                out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+                item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
+                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED,
             )),
             (_math, (
                 1, a_tiles, b_tiles, c_tiles, states.index(1), outs.index(1), full, empty,
-                out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, OFFSETS, TABLE,
-                item, head, heads, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
-                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL,
+                out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+                item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
+                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED,
             )),
             (_load_tiles, (
                 a, b, c, a_tiles, b_tiles, c_tiles, full, empty, OFFSETS, TABLE,
@@ -447,12 +507,12 @@ def _scan_back_kernel(
         o_batch, o_token, o_head = dv_batch, dv_token, dv_head
     _program(
         pid // 2, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING,
-        OFFSETS, OFFSETS, OFFSETS, TABLE, tokens, segments, heads,
+        OFFSETS, OFFSETS, OFFSETS, OFFSETS, OFFSETS, TABLE, tokens, segments, heads, 0,
         a_batch, a_token, a_head, b_batch, b_token, b_head,
         c_batch, c_token, c_head, o_batch, o_token, o_head,
         gl.where(of_v, K_WIDTH, V_WIDTH), gl.where(of_v, V_WIDTH, K_WIDTH),
         gl.where(of_v, V_WIDTH, 1), gl.where(of_v, 1, V_WIDTH), of_v.to(gl.int32),
-        C, WIDTH, BUFFERS, True, PACKED, SPLIT, ENTERS, LEAVES, False,
+        C, WIDTH, BUFFERS, True, PACKED, SPLIT, ENTERS, LEAVES, False, False,
     )  # fmt: skip
 
 
@@ -476,7 +536,7 @@ def _capability(device: int) -> tuple[int, int]:
 def plan(
     q: Tensor, v: Tensor, cu_seqlens: Tensor | None, deterministic: bool, scans: int = 1
 ) -> Plan:
-    """The cut of q [B, T, H, K] or [T, H, K] for so many scans in one launch."""
+    """The cut of q [B, T, H, K] or [T, H, K] for a launch of so many scans."""
     programs = plain.processors(q.device.index)
     heads = q.shape[-2] * scans
     if cu_seqlens is None:
@@ -484,6 +544,11 @@ def plan(
     cut = pack_plan(cu_seqlens, q.shape[0], heads, CHUNK, programs, deterministic)
     plain.place_items(cut, deterministic)
     return cut
+
+
+def plan_back(q: Tensor, v: Tensor, forward: Plan, deterministic: bool) -> Plan:
+    """The cut for `scan_back`, which needs half as many items to fill the GPU."""
+    return plan(q, v, forward.cu_seqlens, deterministic, scans=2)
 
 
 def ready(x: Tensor) -> Tensor:
@@ -512,16 +577,20 @@ def scan(
     """out = scan(a, b, c); the arguments are those of `triton.scan`."""
     heads = b.shape[-2]
     sums, entry = parts or (slopes, slopes)
-    slots, known, _ = pool or (slopes, slopes, None)
+    slots, known, checkpoints = pool or (slopes, slopes, None)
+    lengths, firsts = checkpoints or (slopes, slopes)
     _allow_scratch()
-    _scan_kernel[(plan.items * heads,)](
-        a, b, c, out, slopes, sums, entry, _or(entering, slopes), _or(leaving, slopes),
-        slots, known, _or(plan.cu_seqlens, slopes), _or(plan.table, slopes),
-        plan.tokens, plan.segments, heads,
-        *plain.strides(a), *plain.strides(b), *plain.strides(c), *plain.strides(out),
-        KB=b.shape[-1], KC=c.shape[-1], C=CHUNK, WIDTH=WIDTH, BUFFERS=BUFFERS,
-        REVERSE=reverse, TRANSPOSED=transposed, PACKED=plan.table is not None, SPLIT=plan.split,
-        ENTERS=entering is not None, LEAVES=leaving is not None, POOL=pool is not None,
+    launch(
+        _scan_kernel,
+        plan.items * heads,
+        (a, b, c, out, slopes, sums, entry, _or(entering, slopes), _or(leaving, slopes),
+         slots, known, lengths, firsts, _or(plan.cu_seqlens, slopes), _or(plan.table, slopes)),
+        (plan.tokens, plan.segments, heads, 0 if checkpoints is None else lengths.shape[1],
+         *plain.strides(a), *plain.strides(b), *plain.strides(c), *plain.strides(out)),
+        (),
+        (b.shape[-1], c.shape[-1], CHUNK, WIDTH, BUFFERS, reverse, transposed,
+         plan.table is not None, plan.split, entering is not None, leaving is not None,
+         pool is not None, checkpoints is not None),
         num_warps=4,
     )  # fmt: skip
 
@@ -544,14 +613,16 @@ def scan_back(
     heads = q.shape[-2]
     sums, entry = parts or (slopes, slopes)
     _allow_scratch()
-    _scan_back_kernel[(2 * plan.items * heads,)](
-        q, k, v, do, dk, dv, slopes, sums, entry, _or(entering, slopes), _or(leaving, slopes),
-        _or(plan.cu_seqlens, slopes), _or(plan.table, slopes),
-        plan.tokens, plan.segments, heads,
-        *(s for x in (q, k, v, do, dk, dv) for s in plain.strides(x)),
-        K_WIDTH=q.shape[-1], V_WIDTH=v.shape[-1], C=CHUNK, WIDTH=WIDTH, BUFFERS=BUFFERS,
-        PACKED=plan.table is not None, SPLIT=plan.split,
-        ENTERS=entering is not None, LEAVES=leaving is not None,
+    launch(
+        _scan_back_kernel,
+        2 * plan.items * heads,
+        (q, k, v, do, dk, dv, slopes, sums, entry, _or(entering, slopes), _or(leaving, slopes),
+         _or(plan.cu_seqlens, slopes), _or(plan.table, slopes)),
+        (plan.tokens, plan.segments, heads,
+         *(s for x in (q, k, v, do, dk, dv) for s in plain.strides(x))),
+        (),
+        (q.shape[-1], v.shape[-1], CHUNK, WIDTH, BUFFERS, plan.table is not None, plan.split,
+         entering is not None, leaving is not None),
         num_warps=4,
     )  # fmt: skip
 

@@ -47,6 +47,7 @@ class Plan:
         return self.segments != 1
 
 
+@lru_cache(1024)
 def batch_plan(
     sequences: int, tokens: int, heads: int, chunk: int, programs: int, deterministic: bool
 ) -> Plan:

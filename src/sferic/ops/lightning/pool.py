@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sferic.ops.lightning.backend import Backend, kernels_for
 from sferic.ops.lightning.blocks import lightning_blocks
+from sferic.ops.lightning.gradients import prefill
 from sferic.ops.packs import check_cu_seqlens
 from sferic.ops.precision import at_least_float32
 from sferic.ops.slots import fill_empty_rows
@@ -22,6 +24,7 @@ def lightning_prefill(
     *,
     checkpoints: tuple[Tensor, Tensor, Tensor] | None = None,
     silu: bool = False,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Run a pack of sequences (or chunks of them) and leave their states in the pool.
 
@@ -35,13 +38,20 @@ def lightning_prefill(
         checkpoints: (sequence, length, slot), [M] each: also write the state that a sequence has
             after its first `length` tokens of this call to that slot.
         silu: apply SiLU to q, k and v on the way in.
+        backend: as in `lightning_attention`; kernels want a contiguous float32 pool and don't
+            look at the numbers in slots, cu_seqlens and checkpoints.
 
     Returns:
         o [T, H, V] in the dtype of v.
     """
+    check_cu_seqlens(cu_seqlens, len(q))
     if silu:
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
-    check_cu_seqlens(cu_seqlens, len(q))
+    kernels = kernels_for(backend, q, k, v, slopes, state_pool)
+    if kernels is not None:
+        return prefill(
+            kernels, q, k, v, slopes, state_pool, slots, has_state, cu_seqlens, checkpoints
+        )
     own, sequences = slots.tolist(), cu_seqlens.numel() - 1
     if len(own) != sequences or len(set(own)) != sequences or min(own, default=0) < 0:
         raise ValueError(
@@ -82,6 +92,7 @@ def lightning_decode(
     slots: Tensor,
     *,
     silu: bool = False,
+    backend: Backend = "auto",
 ) -> Tensor:
     """One token per row, its state updated in place; no host synchronisation.
 
@@ -91,6 +102,7 @@ def lightning_decode(
         state_pool: [slots, H, K, V] of one layer.
         slots: [S]; -1 marks an empty row: its output is zero and it writes nothing.
         silu: apply SiLU to q, k and v on the way in.
+        backend: "reference", "triton" (a contiguous float32 pool), or "auto", the fastest that can.
 
     Returns:
         o [S, H, V] in the dtype of v.
@@ -99,6 +111,9 @@ def lightning_decode(
         raise ValueError(f"{len(slots)} slots for {len(q)} rows: each row needs one")
     if len(slots) == 0:
         return v
+    kernels = kernels_for(backend, q, k, v, slopes, state_pool, decode=True)
+    if kernels is not None:
+        return kernels.decode(q, k, v, slopes, state_pool, slots, silu)
     if silu:
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
     q_, k_, v_ = at_least_float32(q, k, v)

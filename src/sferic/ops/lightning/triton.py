@@ -20,17 +20,33 @@ state needs transposed come from a product of their own, never from a transposed
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sferic.ops.launch import launch
 from sferic.ops.lightning.plan import COLUMNS, SEGMENT, Plan, batch_plan, pack_plan
 
 INTERPRETED = triton.knobs.runtime.interpret
 Parts = tuple[Tensor, Tensor]
-Pool = tuple[Tensor, Tensor, Tensor | None]  # slots [S], known [S], checkpoints [3, M]
+
+
+class Pool(NamedTuple):
+    """Where the states of a pack's documents lie.
+
+    Attributes:
+        slots: [S] of each document.
+        known: [S] uint8, whether the slot holds a state.
+        checkpoints: [2, M], lengths and slots in order, and [S + 1], the first of each document.
+    """
+
+    slots: Tensor
+    known: Tensor
+    checkpoints: tuple[Tensor, Tensor] | None = None
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CUT = tl.constexpr(26.0)  # a token of weight 2^-CUT at the end of an item is not seen in float32
@@ -230,27 +246,39 @@ def sum_of_parts(
     return state
 
 
-@triton.jit
-def next_checkpoint(CHECKPOINTS, count, document, after, BLOCK: tl.constexpr):
-    """Place in the order (length, number) of the document's next checkpoint, as one number.
+@triton.jit(do_not_specialize=["count", "documents"])
+def _sort_checkpoints(CHECKPOINTS, SORTED, FIRST, count, documents, BLOCK: tl.constexpr):
+    """Checkpoints [3, count] (document, length, slot) in the order of document and length.
 
-    CHECKPOINTS [3, count] int32: document, length and slot.  2^62 if there is none.
+    SORTED [2, count]: lengths and slots; FIRST [documents + 1]: the first one of each document.
     """
-    at = tl.arange(0, BLOCK)
-    best = tl.full([], 2**62, tl.int64)
-    for m in range(0, count, BLOCK):
-        live = m + at < count
-        owner = tl.load(CHECKPOINTS + m + at, mask=live, other=-1)
-        length = tl.load(CHECKPOINTS + count + m + at, mask=live, other=0)
-        key = length.to(tl.int64) * count + m + at
-        key = tl.where(live & (owner == document) & (key > after), key, 2**62)
-        best = tl.minimum(best, tl.min(key))
-    return best
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real, is_document = own < count, own <= documents
+    document = tl.load(CHECKPOINTS + own, mask=real, other=0)
+    length = tl.load(CHECKPOINTS + count + own, mask=real, other=0)
+    rank, first = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for m in range(count):
+        other_document = tl.load(CHECKPOINTS + m)
+        other_length = tl.load(CHECKPOINTS + count + m)
+        earlier = (other_length < length) | ((other_length == length) & (m < own))
+        before = (other_document < document) | ((other_document == document) & earlier)
+        rank += before.to(tl.int32)
+        first += (other_document < own).to(tl.int32)
+    slot = tl.load(CHECKPOINTS + 2 * count + own, mask=real, other=0)
+    tl.store(SORTED + rank, length, mask=real)
+    tl.store(SORTED + count + rank, slot, mask=real)
+    tl.store(FIRST + own, first, mask=is_document)
+
+
+@triton.jit
+def next_length(SORTED, at, last):
+    """Length of checkpoint `at`, if the document has it, or more than any."""
+    return tl.load(SORTED + at, mask=at < last, other=2147483647)
 
 
 @triton.jit(do_not_specialize=VARYING[2:])
 def _scan_kernel(
-    A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, CHECKPOINTS,
+    A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST,
     OFFSETS, TABLE, tokens, segments, heads, checkpoints,
     a_batch, a_token, a_head, b_batch, b_token, b_head,
     c_batch, c_token, c_head, o_batch, o_token, o_head,
@@ -321,9 +349,12 @@ def _scan_kernel(
                         TABLE, tokens, segments, KB * KC, C, REVERSE, PACKED,
                     )  # fmt: skip
         if CHECKED:
-            passed = (start - first) * C  # tokens of this document before this part
-            behind_us = tl.where(start > first, passed.to(tl.int64) * checkpoints + checkpoints, 0)
-            key = next_checkpoint(CHECKPOINTS, checkpoints, document, behind_us - 1, 64)
+            at, last = tl.load(FIRST + document), tl.load(FIRST + document + 1)
+            wanted = next_length(SORTED, at, last)
+            # an earlier item has written those up to its end
+            while (start > first) & (wanted <= (start - first) * C):
+                at += 1
+                wanted = next_length(SORTED, at, last)
         for step in tl.range(0, stop - start, num_stages=STAGES):
             i = ((stop - 1 - step) if REVERSE else (start + step)) - first
             n = tl.minimum(length - i * C, C)
@@ -339,17 +370,17 @@ def _scan_kernel(
             out *= (to_end if REVERSE else from_start)[:, None]
             out = tl.dot((scores * decay).to(a.dtype), c, out, input_precision=PRECISION)
             if CHECKED:
-                while key // checkpoints <= i * C + n:
-                    m = (key % checkpoints).to(tl.int32)
-                    count = (key // checkpoints).to(tl.int32) - i * C
+                while wanted <= i * C + n:
+                    count = wanted - i * C
                     upto = tl.exp2(-slope * tl.maximum(count - 1 - r, 0).to(tl.float32))
                     upto = tl.where(r < count, upto, 0.0)[:, None]
                     part = tl.trans((c.to(tl.float32) * upto).to(a.dtype))
                     copy = state * tl.exp2(-slope * count.to(tl.float32))
                     copy = tl.dot(part, b, copy, input_precision=PRECISION)
-                    to = tl.load(CHECKPOINTS + 2 * checkpoints + m).to(tl.int64)
+                    to = tl.load(SORTED + checkpoints + at).to(tl.int64)
                     tl.store(LEAVING + (to * heads + head) * KB * KC + place, copy, mask=inside)
-                    key = next_checkpoint(CHECKPOINTS, checkpoints, document, key, 64)
+                    at += 1
+                    wanted = next_length(SORTED, at, last)
             state *= tl.exp2(-slope * n.to(tl.float32))
             weight = (from_start if REVERSE else to_end)[:, None]
             weighted = tl.trans((c.to(tl.float32) * weight).to(a.dtype))
@@ -397,9 +428,9 @@ def tile(width: int, columns: int, dtype: torch.dtype, tf32: bool, memory: int) 
     chunk = 32 if single else 64
     block = min(32 if wide > 128 or single else 64, max(16, triton.next_power_of_2(columns)))
     stage = chunk * (2 * wide + block) * dtype.itemsize
-    stages = max(1, min(4, (memory - 24 * 1024) // stage))
+    stages = max(1, min(2, (memory - 24 * 1024) // stage))
     precision = "tf32" if single and tf32 else "ieee"
-    return Tile(chunk, wide, block, precision, stages, 8 if wide > 128 and not single else 4)
+    return Tile(chunk, wide, block, precision, stages, 8 if wide > 128 or single else 4)
 
 
 def _tile(b: Tensor, c: Tensor) -> Tile:
@@ -444,12 +475,45 @@ def plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, deterministic: bool) -
     return cut
 
 
+def plan_back(q: Tensor, v: Tensor, forward: Plan, deterministic: bool) -> Plan:
+    """The cut for `scan_back`: here the same."""
+    return forward
+
+
 def place_items(plan: Plan, deterministic: bool) -> None:
     """Fill a pack's table."""
-    _place_items[(plan.items,)](
-        plan.cu_seqlens, plan.table, plan.sequences, plan.items,
-        C=plan.chunk, SEGMENT=SEGMENT if deterministic else 0, COLUMNS=COLUMNS, BLOCK=256,
-    )  # fmt: skip
+    assert plan.cu_seqlens is not None and plan.table is not None
+    launch(
+        _place_items,
+        plan.items,
+        (plan.cu_seqlens, plan.table),
+        (plan.sequences, plan.items),
+        (),
+        (plan.chunk, SEGMENT if deterministic else 0, COLUMNS, 256),
+        num_warps=4,
+    )
+
+
+def pool(
+    slots: Tensor, has_state: Tensor, checkpoints: tuple[Tensor, Tensor, Tensor] | None
+) -> Pool:
+    """The slots [S] of a pack's documents; checkpoints are (document, length, slot), [M] each."""
+    slots, known = slots.contiguous(), has_state.to(torch.uint8).contiguous()
+    if checkpoints is None or checkpoints[0].numel() == 0:
+        return Pool(slots, known)
+    rows, documents = torch.stack([x.to(torch.int32) for x in checkpoints]), len(slots)
+    count = rows.shape[1]
+    ordered, first = rows.new_empty(2, count), rows.new_empty(documents + 1)
+    launch(
+        _sort_checkpoints,
+        triton.cdiv(max(count, documents + 1), 128),
+        (rows, ordered, first),
+        (count, documents),
+        (),
+        (128,),
+        num_warps=4,
+    )
+    return Pool(slots, known, (ordered, first))
 
 
 def parts(
@@ -467,15 +531,17 @@ def parts(
     t = _tile(b, c)
     sums = b.new_empty(plan.items, heads, width, columns, dtype=torch.float32)
     entry = torch.empty_like(sums) if entering is not None else sums
-    grid = (plan.items * heads * triton.cdiv(columns, t.columns),)
-    _parts_kernel[grid](
-        b, c, slopes, sums, entry, entering, *(pool or (None, None))[:2],
-        plan.cu_seqlens, plan.table, plan.tokens, plan.segments, heads,
-        *strides(b), *strides(c),
-        KB=width, KC=columns, BB=t.width, BC=t.columns, C=t.chunk,
-        REVERSE=reverse, PACKED=plan.table is not None, ENTERING=entering is not None,
-        POOL=pool is not None, PRECISION=t.precision,
-        num_warps=t.warps, num_stages=t.stages,
+    launch(
+        _parts_kernel,
+        plan.items * heads * -(-columns // t.columns),
+        (b, c, slopes, sums, entry, entering, *(pool or (None, None))[:2],
+         plan.cu_seqlens, plan.table),
+        (plan.tokens, plan.segments, heads),
+        (*strides(b), *strides(c)),
+        (width, columns, t.width, t.columns, t.chunk, reverse, plan.table is not None,
+         entering is not None, pool is not None, t.precision),
+        num_warps=t.warps,
+        num_stages=t.stages,
     )  # fmt: skip
     return sums, entry
 
@@ -512,16 +578,17 @@ def scan(
     t = _tile(b, c)
     sums, entry = parts or (None, None)
     slots, known, checkpoints = pool or (None, None, None)
-    grid = (plan.items * heads * triton.cdiv(columns, t.columns),)
-    _scan_kernel[grid](
-        a, b, c, out, slopes, sums, entry, entering, leaving, slots, known, checkpoints,
-        plan.cu_seqlens, plan.table, plan.tokens, plan.segments, heads,
-        0 if checkpoints is None else checkpoints.shape[1],
-        *strides(a), *strides(b), *strides(c), *strides(out),
-        KB=width, KC=columns, BB=t.width, BC=t.columns, C=t.chunk,
-        REVERSE=reverse, TRANSPOSED=transposed, PACKED=plan.table is not None, SPLIT=plan.split,
-        ENTERS=entering is not None, LEAVES=leaving is not None, POOL=pool is not None,
-        CHECKED=checkpoints is not None, PRECISION=t.precision, STAGES=t.stages,
+    lengths, firsts = checkpoints or (None, None)
+    launch(
+        _scan_kernel,
+        plan.items * heads * -(-columns // t.columns),
+        (a, b, c, out, slopes, sums, entry, entering, leaving, slots, known, lengths, firsts,
+         plan.cu_seqlens, plan.table),
+        (plan.tokens, plan.segments, heads, 0 if lengths is None else lengths.shape[1]),
+        (*strides(a), *strides(b), *strides(c), *strides(out)),
+        (width, columns, t.width, t.columns, t.chunk, reverse, transposed, plan.table is not None,
+         plan.split, entering is not None, leaving is not None, pool is not None,
+         checkpoints is not None, t.precision, t.stages),
         num_warps=t.warps,
     )  # fmt: skip
 
