@@ -30,18 +30,27 @@ def launch(
         kernel: a jitted function of (*tensors, *sizes, *strides, *constants), the last constexpr.
         sizes: numbers it doesn't specialise on.
         strides: numbers that it may specialise on.
-        options: num_warps, num_stages.
+        options: num_warps, num_stages.  Which tensors are None must follow from the constants.
     """
     arguments = (*tensors, *sizes, *strides, *constants)
-    alike = all(x is None or not x.data_ptr() % 16 for x in tensors)
-    alike = alike and not any(s % 16 for s in strides)
-    if not alike or max(*sizes, *strides) >= 2**31 or not tensors[0].is_cuda:  # pyright: ignore
+    addresses, types = 0, []
+    for x in tensors:
+        if x is not None:
+            addresses |= x.data_ptr()
+            types.append(x.dtype)
+    steps = 0
+    for s in strides:
+        steps |= s
+    if (addresses | steps) % 16 or max(steps, *sizes) >= 2**31 or not torch.cuda.is_initialized():
         kernel[(programs,)](*arguments, **options)
         return
-    types = tuple(None if x is None else x.dtype for x in tensors)
-    key = (kernel, torch.cuda.current_device(), types, constants, *options.values())
+    device = torch.cuda.current_device()
+    key = (kernel, device, *types, *constants, *options.values())
     variant = _variants.get(key)
     if variant is None:
         _variants[key] = kernel[(programs,)](*arguments, **options)
-    else:
-        variant[(programs, 1, 1)](*arguments)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    variant.run(
+        programs, 1, 1, stream, variant.function, variant.packed_metadata, None, None, None, *arguments
+    )

@@ -118,17 +118,18 @@ def _check(
     cu_seqlens: Tensor | None,
 ) -> None:
     dims, form = (4, "[B, T, H, K]") if cu_seqlens is None else (3, "[T, H, K] with cu_seqlens")
-    if q.dim() != dims or q.shape != k.shape or v.shape[:-1] != q.shape[:-1]:
-        shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    shape, shape_v = q.shape, v.shape
+    if len(shape) != dims or shape != k.shape or shape_v[:-1] != shape[:-1]:
+        shapes = f"q {list(shape)}, k {list(k.shape)}, v {list(shape_v)}"
         raise ValueError(f"{shapes}: q and k must be {form}, v the same with its own last size")
-    H, K, V = q.shape[-2], q.shape[-1], v.shape[-1]
+    H, K, V = shape[-2], shape[-1], shape_v[-1]
     if slopes.shape != (H,):
         raise ValueError(f"slopes {list(slopes.shape)} must be [H] = [{H}]")
-    if slopes.device.type == "cpu" and not bool((slopes >= 0).all()):
+    if not slopes.is_cuda and slopes.device.type == "cpu" and not bool((slopes >= 0).all()):
         raise ValueError(f"slopes must be >= 0 (decay is exp(-slope)): {slopes.tolist()}")
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    sequences = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if initial_state is not None and initial_state.shape != (sequences, H, K, V):
         want = [sequences, H, K, V]
         raise ValueError(f"initial_state {list(initial_state.shape)} must be {want}")
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q.shape[0])
+        check_cu_seqlens(cu_seqlens, shape[0])

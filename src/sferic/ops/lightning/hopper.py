@@ -187,6 +187,27 @@ def _hidden(x):
 
 
 @gluon.jit
+def _decays(
+    slope, C: gl.constexpr, scores_layout: gl.constexpr, out_layout: gl.constexpr,
+    c_operand: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Of a full chunk: the scores' mask [C, C], the weights of c's rows and lambda^(row + 1)."""
+    row_i = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, scores_layout)))
+    column_j = gl.arange(0, C, layout=gl.SliceLayout(0, scores_layout))
+    behind = gl.expand_dims(row_i, 1) - gl.expand_dims(column_j, 0)
+    row_c = _hidden(gl.arange(0, C, layout=gl.SliceLayout(0, c_operand)))
+    if REVERSE:
+        behind = -behind
+        weights = gl.exp2(-slope * (row_c + 1).to(gl.float32))
+    else:
+        weights = gl.exp2(-slope * (C - 1 - row_c).to(gl.float32))
+    mask = gl.exp2(-slope * gl.maximum(behind, 0).to(gl.float32))
+    mask = gl.where(behind >= 0, mask, 0.0)
+    row_o = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, out_layout)))
+    return mask, weights, gl.exp2(-slope * (row_o + 1).to(gl.float32))
+
+
+@gluon.jit
 def _places(
     half: gl.constexpr, state_b, state_c, b_width, c_width,
     COLUMNS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr,
@@ -218,6 +239,8 @@ def _math(
     rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
     slope = gl.load(SLOPES + head).to(gl.float32) * LOG2E
+    row_o = gl.arange(0, C, layout=gl.SliceLayout(1, out_layout))
+    row_c = gl.arange(0, C, layout=gl.SliceLayout(0, c_operand))
     no_scores = gl.zeros([C, C], gl.float32, scores_layout)
     no_out = gl.zeros([C, COLUMNS], gl.float32, out_layout)
 
@@ -267,19 +290,9 @@ def _math(
         state_tile.store(state.to(DTYPE))
         fence_async_shared()
         gl.thread_barrier()
-        row_i = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, scores_layout)))
-        column_j = gl.arange(0, C, layout=gl.SliceLayout(0, scores_layout))
-        behind = gl.expand_dims(row_i, 1) - gl.expand_dims(column_j, 0)
-        row_o = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, out_layout)))
-        row_c = _hidden(gl.arange(0, C, layout=gl.SliceLayout(0, c_operand)))
-        if REVERSE:
-            behind = -behind
-            weights = gl.exp2(-slope * (row_c + 1).to(gl.float32))
-        else:
-            weights = gl.exp2(-slope * (C - 1 - row_c).to(gl.float32))
-        mask = gl.exp2(-slope * gl.maximum(behind, 0).to(gl.float32))
-        mask = gl.where(behind >= 0, mask, 0.0)
-        from_start = gl.exp2(-slope * (row_o + 1).to(gl.float32))
+        mask, weights, from_start = _decays(
+            slope, C, scores_layout, out_layout, c_operand, REVERSE
+        )
         if CHECKED:
             at = gl.load(FIRST + document)
             last = gl.load(FIRST + document + 1)
@@ -307,23 +320,30 @@ def _math(
                     _zero_tail(c, n, rows_layout, C)
                     fence_async_shared()
                     gl.thread_barrier()
+            summed = 0 * n  # rows of the chunk that the state holds
             if CHECKED:
+                copied = wanted <= i * C + n
                 while wanted <= i * C + n:
                     count = wanted - i * C
                     upto = gl.exp2(-slope * gl.maximum(count - 1 - row_c, 0).to(gl.float32))
-                    upto = gl.expand_dims(gl.where(row_c < count, upto, 0.0), 0)
+                    upto = gl.where((row_c >= summed) & (row_c < count), upto, 0.0)
                     c_t = c.permute((1, 0)).load(c_operand)
-                    part = (c_t.to(gl.float32) * upto).to(DTYPE)
-                    copy = state * gl.exp2(-slope * count.to(gl.float32))
-                    copy = warpgroup_mma(part, b, copy, is_async=True)
-                    copy = warpgroup_mma_wait(0, deps=[copy])
+                    part = (c_t.to(gl.float32) * gl.expand_dims(upto, 0)).to(DTYPE)
+                    state *= gl.exp2(-slope * (count - summed).to(gl.float32))
+                    state = warpgroup_mma(part, b, state, is_async=True)
+                    state = warpgroup_mma_wait(0, deps=[state])
                     place, inside = _places(
                         half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
                     )
                     to = gl.load(SORTED + checkpoints + at).to(gl.int64) * heads + head
-                    gl.store(LEAVING + to * (b_width * c_width) + place, copy, mask=inside)
+                    gl.store(LEAVING + to * (b_width * c_width) + place, state, mask=inside)
+                    summed = count
                     at += 1
                     wanted = _next_length(SORTED, at, last)
+                if copied:  # computed again, so that they need no registers meanwhile
+                    mask, weights, from_start = _decays(
+                        slope, C, scores_layout, out_layout, c_operand, REVERSE
+                    )
             scores = warpgroup_mma(a, b.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             o = warpgroup_mma(a, state_tile.permute((1, 0)), no_out, use_acc=False, is_async=True)
             w = weights
@@ -331,6 +351,9 @@ def _math(
                 if not REVERSE:
                     if n < C:
                         w = gl.exp2(-slope * gl.maximum(n - 1 - row_c, 0).to(gl.float32))
+            if CHECKED:
+                if summed > 0:
+                    w = gl.where(row_c >= summed, w, 0.0)
             c_t = c.permute((1, 0)).load(c_operand)
             weighted = (c_t.to(gl.float32) * gl.expand_dims(w, 0)).to(DTYPE)
             scores = warpgroup_mma_wait(1, deps=[scores])
@@ -341,7 +364,7 @@ def _math(
             else:
                 scale = from_start
             o = warpgroup_mma(p, c, o * gl.expand_dims(scale, 1), is_async=True)
-            decay = gl.exp2(-slope * n.to(gl.float32))
+            decay = gl.exp2(-slope * (n - summed).to(gl.float32))
             state = warpgroup_mma(weighted, b, state * decay, is_async=True)
             o = warpgroup_mma_wait(1, deps=[o])
             o_16 = o.to(DTYPE)

@@ -369,21 +369,25 @@ def _scan_kernel(
             out = tl.dot(a, tl.trans(state.to(a.dtype)), input_precision=PRECISION)
             out *= (to_end if REVERSE else from_start)[:, None]
             out = tl.dot((scores * decay).to(a.dtype), c, out, input_precision=PRECISION)
+            summed = 0 * n  # rows of the chunk that the state holds
             if CHECKED:
                 while wanted <= i * C + n:
                     count = wanted - i * C
                     upto = tl.exp2(-slope * tl.maximum(count - 1 - r, 0).to(tl.float32))
-                    upto = tl.where(r < count, upto, 0.0)[:, None]
+                    upto = tl.where((r >= summed) & (r < count), upto, 0.0)[:, None]
                     part = tl.trans((c.to(tl.float32) * upto).to(a.dtype))
-                    copy = state * tl.exp2(-slope * count.to(tl.float32))
-                    copy = tl.dot(part, b, copy, input_precision=PRECISION)
+                    state *= tl.exp2(-slope * (count - summed).to(tl.float32))
+                    state = tl.dot(part, b, state, input_precision=PRECISION)
                     to = tl.load(SORTED + checkpoints + at).to(tl.int64)
-                    tl.store(LEAVING + (to * heads + head) * KB * KC + place, copy, mask=inside)
+                    tl.store(LEAVING + (to * heads + head) * KB * KC + place, state, mask=inside)
+                    summed = count
                     at += 1
                     wanted = next_length(SORTED, at, last)
-            state *= tl.exp2(-slope * n.to(tl.float32))
-            weight = (from_start if REVERSE else to_end)[:, None]
-            weighted = tl.trans((c.to(tl.float32) * weight).to(a.dtype))
+            state *= tl.exp2(-slope * (n - summed).to(tl.float32))
+            weight = from_start if REVERSE else to_end
+            if CHECKED:
+                weight = tl.where(r >= summed, weight, 0.0)
+            weighted = tl.trans((c.to(tl.float32) * weight[:, None]).to(a.dtype))
             state = tl.dot(weighted, b, state, input_precision=PRECISION)
             tl.store(
                 OUT + t * o_token + columns_c[None, :],
@@ -406,6 +410,9 @@ def _scan_kernel(
                     first -= tl.maximum(tl.cdiv(length, C), 1)
                 else:
                     first += chunks
+
+
+PARTS_COLUMNS, PARTS_WARPS, PARTS_STAGES = 64, 4, 4
 
 
 @dataclass(frozen=True)
@@ -435,8 +442,12 @@ def tile(width: int, columns: int, dtype: torch.dtype, tf32: bool, memory: int) 
 
 def _tile(b: Tensor, c: Tensor) -> Tile:
     tf32 = b.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    memory = _shared_memory(b.device.index) if b.is_cuda else 99 * 1024
-    return tile(b.shape[-1], c.shape[-1], b.dtype, tf32, memory)
+    return tile(b.shape[-1], c.shape[-1], b.dtype, tf32, _memory(b))
+
+
+def _memory(x: Tensor) -> int:
+    """Bytes of shared memory that a program may have."""
+    return _shared_memory(x.device.index) if x.is_cuda else 99 * 1024
 
 
 @lru_cache
@@ -531,17 +542,19 @@ def parts(
     t = _tile(b, c)
     sums = b.new_empty(plan.items, heads, width, columns, dtype=torch.float32)
     entry = torch.empty_like(sums) if entering is not None else sums
+    block = min(t.columns, PARTS_COLUMNS)
+    stage = t.chunk * (t.width + block) * b.dtype.itemsize
     launch(
         _parts_kernel,
-        plan.items * heads * -(-columns // t.columns),
+        plan.items * heads * -(-columns // block),
         (b, c, slopes, sums, entry, entering, *(pool or (None, None))[:2],
          plan.cu_seqlens, plan.table),
         (plan.tokens, plan.segments, heads),
         (*strides(b), *strides(c)),
-        (width, columns, t.width, t.columns, t.chunk, reverse, plan.table is not None,
+        (width, columns, t.width, block, t.chunk, reverse, plan.table is not None,
          entering is not None, pool is not None, t.precision),
-        num_warps=t.warps,
-        num_stages=t.stages,
+        num_warps=PARTS_WARPS,
+        num_stages=max(1, min(PARTS_STAGES, (_memory(b) - 24 * 1024) // stage)),
     )  # fmt: skip
     return sums, entry
 
