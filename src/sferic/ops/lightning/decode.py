@@ -67,6 +67,6 @@ def decode(
         (heads,),
         (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         (K, V, BK, BV, silu),
-        num_warps=8 if BK * BV > 4096 else 4,
+        num_warps=4 if BK * BV <= 8192 else 8,
     )
     return out

@@ -140,7 +140,7 @@ def _zero_tail(tile, n, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _sum_of_parts(
-    state, PARTS, item, head, heads, place, inside, slope, first, length, TABLE, tokens, segments,
+    state, PARTS, shares, item, head, heads, place, inside, slope, first, length, TABLE, tokens, segments,
     size, C: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Add to `state` what the items before this one hold of the document at its start."""
@@ -151,8 +151,10 @@ def _sum_of_parts(
         while (end < after) & (weight > FAINT):
             item += 1
             _, next_end = _bounds(item, TABLE, tokens, segments, C, PACKED)
-            part = PARTS + (item.to(gl.int64) * heads + head) * size
-            state += weight * gl.load(part + place, mask=inside, other=0.0)
+            for share in range(shares):
+                part = (item.to(gl.int64) * shares + share) * heads + head
+                part = gl.load(PARTS + part * size + place, mask=inside, other=0.0)
+                state += weight * part
             passed = gl.minimum(length, (next_end - first) * C) - (end - first) * C
             weight *= gl.exp2(-slope * passed.to(gl.float32))
             end = next_end
@@ -160,8 +162,10 @@ def _sum_of_parts(
         while (begin > first) & (weight > FAINT):
             item -= 1
             earlier, _ = _bounds(item, TABLE, tokens, segments, C, PACKED)
-            part = PARTS + (item.to(gl.int64) * heads + head) * size
-            state += weight * gl.load(part + place, mask=inside, other=0.0)
+            for share in range(shares):
+                part = (item.to(gl.int64) * shares + share) * heads + head
+                part = gl.load(PARTS + part * size + place, mask=inside, other=0.0)
+                state += weight * part
             passed = (begin - gl.maximum(earlier, first)) * C
             weight *= gl.exp2(-slope * passed.to(gl.float32))
             begin = earlier
@@ -187,27 +191,6 @@ def _hidden(x):
 
 
 @gluon.jit
-def _decays(
-    slope, C: gl.constexpr, scores_layout: gl.constexpr, out_layout: gl.constexpr,
-    c_operand: gl.constexpr, REVERSE: gl.constexpr,
-):  # fmt: skip
-    """Of a full chunk: the scores' mask [C, C], the weights of c's rows and lambda^(row + 1)."""
-    row_i = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, scores_layout)))
-    column_j = gl.arange(0, C, layout=gl.SliceLayout(0, scores_layout))
-    behind = gl.expand_dims(row_i, 1) - gl.expand_dims(column_j, 0)
-    row_c = _hidden(gl.arange(0, C, layout=gl.SliceLayout(0, c_operand)))
-    if REVERSE:
-        behind = -behind
-        weights = gl.exp2(-slope * (row_c + 1).to(gl.float32))
-    else:
-        weights = gl.exp2(-slope * (C - 1 - row_c).to(gl.float32))
-    mask = gl.exp2(-slope * gl.maximum(behind, 0).to(gl.float32))
-    mask = gl.where(behind >= 0, mask, 0.0)
-    row_o = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, out_layout)))
-    return mask, weights, gl.exp2(-slope * (row_o + 1).to(gl.float32))
-
-
-@gluon.jit
 def _places(
     half: gl.constexpr, state_b, state_c, b_width, c_width,
     COLUMNS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr,
@@ -220,9 +203,131 @@ def _places(
 
 
 @gluon.jit
+def _run(
+    state, done, start, stop, first, row, length, slope,
+    half: gl.constexpr, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
+    out, OUT, o_token, c_width,
+    C: gl.constexpr, WIDTH: gl.constexpr, BUFFERS: gl.constexpr,
+    REVERSE: gl.constexpr, PACKED: gl.constexpr, LEAVES: gl.constexpr,
+):  # fmt: skip
+    """Chunks [start, stop) of a document: their outputs, and the state after them.
+
+    `done` counts the chunks of the program.
+    """
+    COLUMNS: gl.constexpr = WIDTH // 2
+    DTYPE: gl.constexpr = a_tiles.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    scores_operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    c_operand: gl.constexpr = gl.DotOperandLayout(0, state.type.layout, 2)
+    rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row_i = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, scores_layout)))
+    column_j = gl.arange(0, C, layout=gl.SliceLayout(0, scores_layout))
+    behind = gl.expand_dims(row_i, 1) - gl.expand_dims(column_j, 0)
+    row_c = _hidden(gl.arange(0, C, layout=gl.SliceLayout(0, c_operand)))
+    if REVERSE:
+        behind = -behind
+        weights = gl.exp2(-slope * (row_c + 1).to(gl.float32))
+    else:
+        weights = gl.exp2(-slope * (C - 1 - row_c).to(gl.float32))
+    mask = gl.exp2(-slope * gl.maximum(behind, 0).to(gl.float32))
+    mask = gl.where(behind >= 0, mask, 0.0)
+    row_o = _hidden(gl.arange(0, C, layout=gl.SliceLayout(1, out_layout)))
+    from_start = gl.exp2(-slope * (row_o + 1).to(gl.float32))
+    no_scores = gl.zeros([C, C], gl.float32, scores_layout)
+    no_out = gl.zeros([C, COLUMNS], gl.float32, out_layout)
+    for step in range(stop - start):
+        if REVERSE:
+            i = stop - 1 - step - first
+        else:
+            i = start + step - first
+        n = gl.minimum(length - i * C, C)
+        t = row + i * C
+        buffer = done % BUFFERS
+        a = a_tiles.index(buffer)
+        b = b_tiles.index(buffer)
+        c = c_tiles.index(buffer).slice(half * COLUMNS, COLUMNS, dim=1)
+        mbarrier.wait(full.index(buffer), (done // BUFFERS) & 1)
+        if PACKED:
+            if n < C:
+                # both warpgroups write the same to b
+                _zero_tail(b, n, rows_layout, C)
+                _zero_tail(c, n, rows_layout, C)
+                fence_async_shared()
+                gl.thread_barrier()
+        scores = warpgroup_mma(a, b.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        o = warpgroup_mma(a, state_tile.permute((1, 0)), no_out, use_acc=False, is_async=True)
+        w = weights
+        if LEAVES:
+            if not REVERSE:
+                if n < C:
+                    w = gl.exp2(-slope * gl.maximum(n - 1 - row_c, 0).to(gl.float32))
+        c_t = c.permute((1, 0)).load(c_operand)
+        weighted = (c_t.to(gl.float32) * gl.expand_dims(w, 0)).to(DTYPE)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        p = gl.convert_layout((scores * mask).to(DTYPE), scores_operand)
+        o = warpgroup_mma_wait(0, deps=[o])
+        if REVERSE:
+            scale = gl.exp2(-slope * gl.maximum(n - 1 - row_o, 0).to(gl.float32))
+        else:
+            scale = from_start
+        o = warpgroup_mma(p, c, o * gl.expand_dims(scale, 1), is_async=True)
+        decay = gl.exp2(-slope * n.to(gl.float32))
+        state = warpgroup_mma(weighted, b, state * decay, is_async=True)
+        o = warpgroup_mma_wait(1, deps=[o])
+        tma.store_wait(0)
+        out_tile.store(o.to(DTYPE))
+        if PACKED:
+            if n < C:
+                gl.thread_barrier()
+                kept = out_tile.load(rows_layout)
+                rows = gl.arange(0, C, layout=gl.SliceLayout(1, rows_layout))
+                columns = half * COLUMNS + gl.arange(
+                    0, COLUMNS, layout=gl.SliceLayout(0, rows_layout)
+                )
+                to = gl.expand_dims((t + rows).to(gl.int64) * o_token, 1)
+                to += gl.expand_dims(columns, 0)
+                here = gl.expand_dims(rows < n, 1) & gl.expand_dims(columns < c_width, 0)
+                gl.store(OUT + to, kept, mask=here)
+            else:
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out, [t, half * COLUMNS], out_tile)
+        else:
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [t, half * COLUMNS], out_tile)
+        state = warpgroup_mma_wait(0, deps=[state])
+        state_tile.store(state.to(DTYPE))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(buffer), count=1)
+        done += 1
+    return state, done
+
+
+@gluon.jit
+def _state_inside(state, count, n, b, c, slope, C: gl.constexpr):
+    """The state after the first `count` of the n rows of a chunk."""
+    rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    c_operand: gl.constexpr = gl.DotOperandLayout(0, state.type.layout, 2)
+    if n < C:
+        _zero_tail(b, n, rows_layout, C)
+        _zero_tail(c, n, rows_layout, C)
+        fence_async_shared()
+        gl.thread_barrier()
+    row_c = _hidden(gl.arange(0, C, layout=gl.SliceLayout(0, c_operand)))
+    weights = gl.exp2(-slope * gl.maximum(count - 1 - row_c, 0).to(gl.float32))
+    weights = gl.expand_dims(gl.where(row_c < count, weights, 0.0), 0)
+    weighted = (c.permute((1, 0)).load(c_operand).to(gl.float32) * weights).to(b.dtype)
+    state = warpgroup_mma(
+        weighted, b, state * gl.exp2(-slope * count.to(gl.float32)), is_async=True
+    )
+    return warpgroup_mma_wait(0, deps=[state])
+
+
+@gluon.jit
 def _math(
     half: gl.constexpr, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
-    out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+    out, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
     item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
     C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
@@ -231,18 +336,8 @@ def _math(
     """A warpgroup: `half` of c's columns, over all chunks of the item."""
     COLUMNS: gl.constexpr = WIDTH // 2
     DTYPE: gl.constexpr = a_tiles.dtype
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    scores_operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    c_operand: gl.constexpr = gl.DotOperandLayout(0, state_layout, 2)
-    rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-
     slope = gl.load(SLOPES + head).to(gl.float32) * LOG2E
-    row_o = gl.arange(0, C, layout=gl.SliceLayout(1, out_layout))
-    row_c = gl.arange(0, C, layout=gl.SliceLayout(0, c_operand))
-    no_scores = gl.zeros([C, C], gl.float32, scores_layout)
-    no_out = gl.zeros([C, COLUMNS], gl.float32, out_layout)
 
     begin, end = _bounds(item, TABLE, tokens, segments, C, PACKED)
     document, row, length, first = _document(
@@ -284,15 +379,12 @@ def _math(
                         state = gl.load(entry + place, mask=inside, other=0.0)
                 else:
                     state = _sum_of_parts(
-                        state, PARTS, item, head, heads, place, inside, slope, first, length,
+                        state, PARTS, shares, item, head, heads, place, inside, slope, first, length,
                         TABLE, tokens, segments, b_width * c_width, C, REVERSE, PACKED,
                     )  # fmt: skip
         state_tile.store(state.to(DTYPE))
         fence_async_shared()
         gl.thread_barrier()
-        mask, weights, from_start = _decays(
-            slope, C, scores_layout, out_layout, c_operand, REVERSE
-        )
         if CHECKED:
             at = gl.load(FIRST + document)
             last = gl.load(FIRST + document + 1)
@@ -301,99 +393,38 @@ def _math(
             while (start > first) & (wanted <= (start - first) * C):
                 at += 1
                 wanted = _next_length(SORTED, at, last)
-        for step in range(stop - start):
-            if REVERSE:
-                i = stop - 1 - step - first
-            else:
-                i = start + step - first
-            n = gl.minimum(length - i * C, C)
-            t = row + i * C
-            buffer = done % BUFFERS
-            a = a_tiles.index(buffer)
-            b = b_tiles.index(buffer)
-            c = c_tiles.index(buffer).slice(half * COLUMNS, COLUMNS, dim=1)
-            mbarrier.wait(full.index(buffer), (done // BUFFERS) & 1)
-            if PACKED:
-                if n < C:
-                    # both warpgroups write the same to b
-                    _zero_tail(b, n, rows_layout, C)
-                    _zero_tail(c, n, rows_layout, C)
-                    fence_async_shared()
-                    gl.thread_barrier()
-            summed = 0 * n  # rows of the chunk that the state holds
-            if CHECKED:
-                copied = wanted <= i * C + n
+            lo = start
+            while lo < stop:  # from the chunk of one checkpoint to that of the next
+                i = lo - first
+                n = gl.minimum(length - i * C, C)
+                buffer = done % BUFFERS
+                mbarrier.wait(full.index(buffer), (done // BUFFERS) & 1)
                 while wanted <= i * C + n:
-                    count = wanted - i * C
-                    upto = gl.exp2(-slope * gl.maximum(count - 1 - row_c, 0).to(gl.float32))
-                    upto = gl.where((row_c >= summed) & (row_c < count), upto, 0.0)
-                    c_t = c.permute((1, 0)).load(c_operand)
-                    part = (c_t.to(gl.float32) * gl.expand_dims(upto, 0)).to(DTYPE)
-                    state *= gl.exp2(-slope * (count - summed).to(gl.float32))
-                    state = warpgroup_mma(part, b, state, is_async=True)
-                    state = warpgroup_mma_wait(0, deps=[state])
+                    copy = _state_inside(
+                        state, wanted - i * C, n, b_tiles.index(buffer),
+                        c_tiles.index(buffer).slice(half * COLUMNS, COLUMNS, dim=1), slope, C,
+                    )  # fmt: skip
                     place, inside = _places(
                         half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
                     )
                     to = gl.load(SORTED + checkpoints + at).to(gl.int64) * heads + head
-                    gl.store(LEAVING + to * (b_width * c_width) + place, state, mask=inside)
-                    summed = count
+                    gl.store(LEAVING + to * (b_width * c_width) + place, copy, mask=inside)
                     at += 1
                     wanted = _next_length(SORTED, at, last)
-                if copied:  # computed again, so that they need no registers meanwhile
-                    mask, weights, from_start = _decays(
-                        slope, C, scores_layout, out_layout, c_operand, REVERSE
-                    )
-            scores = warpgroup_mma(a, b.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            o = warpgroup_mma(a, state_tile.permute((1, 0)), no_out, use_acc=False, is_async=True)
-            w = weights
-            if LEAVES:
-                if not REVERSE:
-                    if n < C:
-                        w = gl.exp2(-slope * gl.maximum(n - 1 - row_c, 0).to(gl.float32))
-            if CHECKED:
-                if summed > 0:
-                    w = gl.where(row_c >= summed, w, 0.0)
-            c_t = c.permute((1, 0)).load(c_operand)
-            weighted = (c_t.to(gl.float32) * gl.expand_dims(w, 0)).to(DTYPE)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            p = gl.convert_layout((scores * mask).to(DTYPE), scores_operand)
-            o = warpgroup_mma_wait(0, deps=[o])
-            if REVERSE:
-                scale = gl.exp2(-slope * gl.maximum(n - 1 - row_o, 0).to(gl.float32))
-            else:
-                scale = from_start
-            o = warpgroup_mma(p, c, o * gl.expand_dims(scale, 1), is_async=True)
-            decay = gl.exp2(-slope * (n - summed).to(gl.float32))
-            state = warpgroup_mma(weighted, b, state * decay, is_async=True)
-            o = warpgroup_mma_wait(1, deps=[o])
-            o_16 = o.to(DTYPE)
-            tma.store_wait(0)
-            out_tile.store(o.to(DTYPE))
-            if PACKED:
-                if n < C:
-                    gl.thread_barrier()
-                    kept = out_tile.load(rows_layout)
-                    rows = gl.arange(0, C, layout=gl.SliceLayout(1, rows_layout))
-                    columns = half * COLUMNS + gl.arange(
-                        0, COLUMNS, layout=gl.SliceLayout(0, rows_layout)
-                    )
-                    to = gl.expand_dims((t + rows).to(gl.int64) * o_token, 1)
-                    to += gl.expand_dims(columns, 0)
-                    here = gl.expand_dims(rows < n, 1) & gl.expand_dims(columns < c_width, 0)
-                    gl.store(OUT + to, kept, mask=here)
-                else:
-                    fence_async_shared()
-                    tma.async_copy_shared_to_global(out, [t, half * COLUMNS], out_tile)
-            else:
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out, [t, half * COLUMNS], out_tile)
-            state = warpgroup_mma_wait(0, deps=[state])
-            state_tile.store(state.to(DTYPE))
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(empty.index(buffer), count=1)
-            done += 1
+                hi = gl.minimum(stop, first + (gl.minimum(wanted, length + C) - 1) // C)
+                hi = gl.maximum(hi, lo + 1)
+                state, done = _run(
+                    state, done, lo, hi, first, row, length, slope,
+                    half, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
+                    out, OUT, o_token, c_width, C, WIDTH, BUFFERS, REVERSE, PACKED, LEAVES,
+                )  # fmt: skip
+                lo = hi
+        else:
+            state, done = _run(
+                state, done, start, stop, first, row, length, slope,
+                half, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
+                out, OUT, o_token, c_width, C, WIDTH, BUFFERS, REVERSE, PACKED, LEAVES,
+            )  # fmt: skip
         if LEAVES:
             if leaves & (leave != 0):
                 place, inside = _places(
@@ -413,10 +444,11 @@ AXES = ("batch", "token", "head")
 STRIDES = [f"{x}_{of}" for x in "abco" for of in AXES]
 
 
-@gluon.jit(do_not_specialize=["tokens", "segments", "heads", "checkpoints", *STRIDES])
+@gluon.jit(do_not_specialize=["tokens", "segments", "heads", "shares", "checkpoints", *STRIDES])
 def _scan_kernel(
-    A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
-    tokens, segments, heads, checkpoints, a_batch, a_token, a_head, b_batch, b_token, b_head,
+    A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST,
+    OFFSETS, TABLE, tokens, segments, heads, shares, checkpoints,
+    a_batch, a_token, a_head, b_batch, b_token, b_head,
     c_batch, c_token, c_head, o_batch, o_token, o_head,
     KB: gl.constexpr, KC: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr,
@@ -430,7 +462,7 @@ def _scan_kernel(
     else:
         state_b, state_c = KC, 1
     _program(
-        pid, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+        pid, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
         tokens, segments, heads, checkpoints, a_batch, a_token, a_head, b_batch, b_token, b_head,
         c_batch, c_token, c_head, o_batch, o_token, o_head, KB, KC, state_b, state_c, 1,
         C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED,
@@ -439,7 +471,7 @@ def _scan_kernel(
 
 @gluon.jit
 def _program(
-    pid, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+    pid, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
     tokens, segments, heads, checkpoints, a_batch, a_token, a_head, b_batch, b_token, b_head,
     c_batch, c_token, c_head, o_batch, o_token, o_head, b_width, c_width, state_b, state_c, leave,
     C: gl.constexpr, WIDTH: gl.constexpr,
@@ -481,13 +513,13 @@ def _program(
         [
             (_math, (
                 0, a_tiles, b_tiles, c_tiles, states.index(0), outs.index(0), full, empty,
-                out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+                out, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
                 item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
                 C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED,
             )),
             (_math, (
                 1, a_tiles, b_tiles, c_tiles, states.index(1), outs.index(1), full, empty,
-                out, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+                out, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
                 item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
                 C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED,
             )),
@@ -504,10 +536,10 @@ def _program(
 BACK_STRIDES = [f"{x}_{of}" for x in ("q", "k", "v", "do", "dk", "dv") for of in AXES]
 
 
-@gluon.jit(do_not_specialize=["tokens", "segments", "heads", *BACK_STRIDES])
+@gluon.jit(do_not_specialize=["tokens", "segments", "heads", "shares", *BACK_STRIDES])
 def _scan_back_kernel(
     Q, K, V, DO, DK, DV, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, OFFSETS, TABLE,
-    tokens, segments, heads, q_batch, q_token, q_head, k_batch, k_token, k_head,
+    tokens, segments, heads, shares, q_batch, q_token, q_head, k_batch, k_token, k_head,
     v_batch, v_token, v_head, do_batch, do_token, do_head,
     dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head,
     K_WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr,
@@ -529,7 +561,7 @@ def _scan_back_kernel(
         c_batch, c_token, c_head = do_batch, do_token, do_head
         o_batch, o_token, o_head = dv_batch, dv_token, dv_head
     _program(
-        pid // 2, A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING,
+        pid // 2, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING,
         OFFSETS, OFFSETS, OFFSETS, OFFSETS, OFFSETS, TABLE, tokens, segments, heads, 0,
         a_batch, a_token, a_head, b_batch, b_token, b_head,
         c_batch, c_token, c_head, o_batch, o_token, o_head,
@@ -608,7 +640,8 @@ def scan(
         plan.items * heads,
         (a, b, c, out, slopes, sums, entry, _or(entering, slopes), _or(leaving, slopes),
          slots, known, lengths, firsts, _or(plan.cu_seqlens, slopes), _or(plan.table, slopes)),
-        (plan.tokens, plan.segments, heads, 0 if checkpoints is None else lengths.shape[1],
+        (plan.tokens, plan.segments, heads, plan.shares,
+         0 if checkpoints is None else lengths.shape[1],
          *plain.strides(a), *plain.strides(b), *plain.strides(c), *plain.strides(out)),
         (),
         (b.shape[-1], c.shape[-1], CHUNK, WIDTH, BUFFERS, reverse, transposed,
@@ -641,7 +674,7 @@ def scan_back(
         2 * plan.items * heads,
         (q, k, v, do, dk, dv, slopes, sums, entry, _or(entering, slopes), _or(leaving, slopes),
          _or(plan.cu_seqlens, slopes), _or(plan.table, slopes)),
-        (plan.tokens, plan.segments, heads,
+        (plan.tokens, plan.segments, heads, plan.shares,
          *(s for x in (q, k, v, do, dk, dv) for s in plain.strides(x))),
         (),
         (q.shape[-1], v.shape[-1], CHUNK, WIDTH, BUFFERS, plan.table is not None, plan.split,

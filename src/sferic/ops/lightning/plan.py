@@ -29,6 +29,7 @@ class Plan:
         chunk: tokens of a chunk.
         items: programs for each head (at most, in a pack).
         segments: items of a sequence of a batch; 0 in a pack.
+        shares: programs that sum up one item's tokens, for those after it.
         cu_seqlens: [S + 1] int32 in a pack.
         table: [items, COLUMNS] int32 in a pack.
     """
@@ -38,6 +39,7 @@ class Plan:
     chunk: int
     items: int
     segments: int = 0
+    shares: int = 1
     cu_seqlens: Tensor | None = None
     table: Tensor | None = None
 
@@ -54,7 +56,8 @@ def batch_plan(
     """Cut a batch so that about `programs` programs run at a time, in full waves."""
     alone = 1 if deterministic else sequences
     segments = segment_count(alone * heads, max(1, ceil(tokens / chunk)), programs)
-    return Plan(sequences, tokens, chunk, sequences * segments, segments)
+    shares = share_count((segments - 1) * alone * heads)
+    return Plan(sequences, tokens, chunk, sequences * segments, segments, shares)
 
 
 def pack_plan(
@@ -64,12 +67,18 @@ def pack_plan(
     sequences = cu_seqlens.numel() - 1
     chunks = tokens // chunk + sequences  # at most
     if deterministic:
-        items = chunks // SEGMENT + sequences
+        items, shares = chunks // SEGMENT + sequences, 1
     else:
         items = segment_count(heads, chunks, programs)
+        shares = share_count((items - 1) * heads)
     offsets = cu_seqlens.to(torch.int32).contiguous()
     table = torch.empty(items, COLUMNS, dtype=torch.int32, device=cu_seqlens.device)
-    return Plan(sequences, tokens, chunk, items, 0, offsets, table)
+    return Plan(sequences, tokens, chunk, items, 0, shares, offsets, table)
+
+
+def share_count(parts: int) -> int:
+    """Programs for each of so many sums of parts, which read in order and wait for memory."""
+    return max(1, min(4, 200 // max(1, parts)))
 
 
 @lru_cache(1024)

@@ -53,7 +53,7 @@ CUT = tl.constexpr(26.0)  # a token of weight 2^-CUT at the end of an item is no
 FAINT = tl.constexpr(1e-9)  # nor an item whose weight is below this
 
 
-VARYING = ["documents", "items", "tokens", "segments", "heads", "checkpoints"]
+VARYING = ["documents", "items", "tokens", "segments", "heads", "shares", "checkpoints"]
 
 
 @triton.jit(do_not_specialize=VARYING[:2])
@@ -147,20 +147,24 @@ def item_document(
     return document, row, length, first
 
 
-@triton.jit(do_not_specialize=VARYING[2:5])
+@triton.jit(do_not_specialize=VARYING[2:6])
 def _parts_kernel(
     B, C_, SLOPES, PARTS, ENTRY, STATES, SLOTS, KNOWN, OFFSETS, TABLE,
-    tokens, segments, heads, b_batch, b_token, b_head, c_batch, c_token, c_head,
+    tokens, segments, heads, shares, b_batch, b_token, b_head, c_batch, c_token, c_head,
     KB: tl.constexpr, KC: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr, C: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr, ENTERING: tl.constexpr, POOL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum of an item's tokens of the document that it shares with the item after it."""
+    """Sums over shares of an item's tokens, of the document that goes on in the next item.
+
+    Each as it stands at the end of the item.
+    """
     blocks: tl.constexpr = (KC + BC - 1) // BC
     pid = tl.program_id(0)
     block = pid % blocks
-    head = pid // blocks % heads
-    item = pid // blocks // heads
+    share = pid // blocks % shares
+    head = pid // blocks // shares % heads
+    item = pid // blocks // shares // heads
     begin, end = item_bounds(item, TABLE, tokens, segments, C, PACKED)
     # the document on the side where the scan leaves the item
     document, row, length, first = item_document(
@@ -181,6 +185,11 @@ def _parts_kernel(
             stop = tl.minimum(stop, start + reach)
         else:
             start = tl.maximum(start, stop - reach)
+        chunks = stop - start
+        own_stop = start + (share + 1) * chunks // shares
+        own_start = start + share * chunks // shares
+        after_us = (own_start - start) if REVERSE else (stop - own_stop)
+        is_first = (share == shares - 1) if REVERSE else (share == 0)
         if not PACKED:
             B += document.to(tl.int64) * b_batch
             C_ += document.to(tl.int64) * c_batch
@@ -189,20 +198,20 @@ def _parts_kernel(
         place = columns_c[:, None] + columns_b[None, :] * KC
         inside = has_c[:, None] & has_b[None, :]
         state = tl.zeros([BC, BB], tl.float32)
-        entry = (item.to(tl.int64) * heads + head) * KB * KC + place
         if ENTERING:
-            enters = (end >= after) if REVERSE else (begin <= first)
+            enters = is_first & ((end >= after) if REVERSE else (begin <= first))
             slot, known = document, True
             if POOL:
                 slot = tl.load(SLOTS + document)
                 known = tl.load(KNOWN + document) != 0
             source = STATES + (slot.to(tl.int64) * heads + head) * KB * KC + place
             initial = tl.load(source, mask=inside & enters & known, other=0.0)
+            entry = (item.to(tl.int64) * heads + head) * KB * KC + place
             tl.store(ENTRY + entry, initial, mask=inside & enters)
             if whole:
                 state = initial.to(tl.float32)
-        for step in range(0, stop - start):
-            i = (stop - 1 - step) if REVERSE else (start + step)
+        for step in range(0, own_stop - own_start):
+            i = (own_stop - 1 - step) if REVERSE else (own_start + step)
             n = tl.minimum(length - (i - first) * C, C)
             live = (r < n)[:, None]
             t = (row + (i - first) * C + r).to(tl.int64)[:, None]
@@ -213,12 +222,14 @@ def _parts_kernel(
             weighted = tl.trans((c.to(tl.float32) * weight).to(b.dtype))
             state *= tl.exp2(-slope * n.to(tl.float32))
             state = tl.dot(weighted, b, state, input_precision=PRECISION)
-        tl.store(PARTS + entry, state, mask=inside)
+        state *= tl.exp2(-slope * (after_us * C).to(tl.float32))
+        part = ((item.to(tl.int64) * shares + share) * heads + head) * KB * KC + place
+        tl.store(PARTS + part, state, mask=inside)
 
 
 @triton.jit
 def sum_of_parts(
-    state, PARTS, item, head, heads, place, inside, slope, first, length, TABLE, tokens, segments,
+    state, PARTS, shares, item, head, heads, place, inside, slope, first, length, TABLE, tokens, segments,
     SIZE: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Add to `state` what the items before this one hold of the document at its start."""
@@ -229,8 +240,10 @@ def sum_of_parts(
         while (end < after) & (weight > FAINT):
             item += 1
             _, next_end = item_bounds(item, TABLE, tokens, segments, C, PACKED)
-            part = PARTS + (item.to(tl.int64) * heads + head) * SIZE + place
-            state += weight * tl.load(part, mask=inside, other=0.0)
+            for share in range(shares):
+                part = (item.to(tl.int64) * shares + share) * heads + head
+                part = tl.load(PARTS + part * SIZE + place, mask=inside, other=0.0)
+                state += weight * part
             tokens_of = tl.minimum(length, (next_end - first) * C) - (end - first) * C
             weight *= tl.exp2(-slope * tokens_of.to(tl.float32))
             end = next_end
@@ -238,8 +251,10 @@ def sum_of_parts(
         while (begin > first) & (weight > FAINT):
             item -= 1
             earlier, _ = item_bounds(item, TABLE, tokens, segments, C, PACKED)
-            part = PARTS + (item.to(tl.int64) * heads + head) * SIZE + place
-            state += weight * tl.load(part, mask=inside, other=0.0)
+            for share in range(shares):
+                part = (item.to(tl.int64) * shares + share) * heads + head
+                part = tl.load(PARTS + part * SIZE + place, mask=inside, other=0.0)
+                state += weight * part
             tokens_of = (begin - tl.maximum(earlier, first)) * C
             weight *= tl.exp2(-slope * tokens_of.to(tl.float32))
             begin = earlier
@@ -279,7 +294,7 @@ def next_length(SORTED, at, last):
 @triton.jit(do_not_specialize=VARYING[2:])
 def _scan_kernel(
     A, B, C_, OUT, SLOPES, PARTS, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST,
-    OFFSETS, TABLE, tokens, segments, heads, checkpoints,
+    OFFSETS, TABLE, tokens, segments, heads, shares, checkpoints,
     a_batch, a_token, a_head, b_batch, b_token, b_head,
     c_batch, c_token, c_head, o_batch, o_token, o_head,
     KB: tl.constexpr, KC: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr, C: tl.constexpr,
@@ -345,7 +360,7 @@ def _scan_kernel(
                         state = tl.load(ENTRY + entry, mask=inside, other=0.0)
                 else:
                     state = sum_of_parts(
-                        state, PARTS, item, head, heads, place, inside, slope, first, length,
+                        state, PARTS, shares, item, head, heads, place, inside, slope, first, length,
                         TABLE, tokens, segments, KB * KC, C, REVERSE, PACKED,
                     )  # fmt: skip
         if CHECKED:
@@ -537,19 +552,23 @@ def parts(
     entering: Tensor | None = None,
     pool: Pool | None = None,
 ) -> Parts:
-    """Sums of the items' own tokens, [items, H, Kb, Kc] float32, and the states they start from."""
+    """Sums of the items' own tokens and the states that documents start from.
+
+    Returns:
+        [items, shares, H, Kb, Kc] and, where states enter, [items, H, Kb, Kc], float32.
+    """
     heads, width, columns = b.shape[-2], b.shape[-1], c.shape[-1]
     t = _tile(b, c)
-    sums = b.new_empty(plan.items, heads, width, columns, dtype=torch.float32)
-    entry = torch.empty_like(sums) if entering is not None else sums
     block = min(t.columns, PARTS_COLUMNS)
+    sums = b.new_empty(plan.items, plan.shares, heads, width, columns, dtype=torch.float32)
+    entry = torch.empty_like(sums[:, 0]) if entering is not None else sums
     stage = t.chunk * (t.width + block) * b.dtype.itemsize
     launch(
         _parts_kernel,
-        plan.items * heads * -(-columns // block),
+        plan.items * heads * plan.shares * -(-columns // block),
         (b, c, slopes, sums, entry, entering, *(pool or (None, None))[:2],
          plan.cu_seqlens, plan.table),
-        (plan.tokens, plan.segments, heads),
+        (plan.tokens, plan.segments, heads, plan.shares),
         (*strides(b), *strides(c)),
         (width, columns, t.width, block, t.chunk, reverse, plan.table is not None,
          entering is not None, pool is not None, t.precision),
@@ -597,7 +616,8 @@ def scan(
         plan.items * heads * -(-columns // t.columns),
         (a, b, c, out, slopes, sums, entry, entering, leaving, slots, known, lengths, firsts,
          plan.cu_seqlens, plan.table),
-        (plan.tokens, plan.segments, heads, 0 if lengths is None else lengths.shape[1]),
+        (plan.tokens, plan.segments, heads, plan.shares,
+         0 if lengths is None else lengths.shape[1]),
         (*strides(a), *strides(b), *strides(c), *strides(out)),
         (width, columns, t.width, t.columns, t.chunk, reverse, transposed, plan.table is not None,
          plan.split, entering is not None, leaving is not None, pool is not None,
