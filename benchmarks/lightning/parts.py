@@ -244,7 +244,7 @@ def host(bench: Bench) -> None:
 
 
 PARTS = (
-    Part("training", "forward and backward beside fla and SDPA, idle and sustained", training, 200),
+    Part("training", "forward and backward beside fla and SDPA, idle and sustained", training, 120),
     Part("lengths", "odd lengths, batches and head counts: no cliff", lengths, 70),
     Part("packed", "documents of random lengths beside one long one", packed, 6),
     Part("decode", "one token a row from a CUDA graph", decode, 5),

@@ -20,7 +20,7 @@ def run(bench: Bench, parts: Sequence[Part], save: Callable[[], None]) -> None:
         save: called after each part, and when the device has failed.
     """
     begin = time.perf_counter()
-    bench.say("checks against float64")
+    bench.say("[check] against float64; compiles and tunes every peer first (2 minutes for fla)")
     bench.check()
     bench.say(f"[check] {time.perf_counter() - begin:.1f} s")
     try:
