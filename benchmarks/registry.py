@@ -70,7 +70,7 @@ def run(
 
     Args:
         entries: the benchmarks.
-        results: the folder of their JSON files.
+        results: the folder of their JSON files; made if it isn't there.
         start: runs a command and returns its exit code; by default a process of its own.
     """
     start = start or _start
@@ -78,6 +78,7 @@ def run(
     for entry in entries:
         why = missing[entry.name]
         print(f"{entry.name:<18}{entry.description}{f' - skipped: {why}' if why else ''}")
+    results.mkdir(parents=True, exist_ok=True)
     failed = []
     for entry in entries:
         if missing[entry.name]:

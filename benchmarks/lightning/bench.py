@@ -19,6 +19,11 @@ from benchmarks.lightning.timing import Call, Clock, Sample, Timed, burst, prepa
 Errors = dict[str, float]  # by pass
 
 
+def show(line: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(line, flush=True)
+
+
 @dataclass
 class Bench:
     """What every part needs, and where it puts its rows."""
@@ -29,7 +34,7 @@ class Bench:
     host_impls: Sequence[Impl]  # ours by each kind of kernels, for host time
     serving: Serving
     provenance: Row
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = show
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     errors: dict[str, Errors] = field(default_factory=dict)

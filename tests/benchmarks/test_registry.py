@@ -19,7 +19,10 @@ def test_all_are_listed_and_those_that_can_run_do(
 ) -> None:
     started = []
 
+    tmp_path /= "new"
+
     def start(command: list[str]) -> int:
+        assert tmp_path.is_dir()
         started.append(command[1:])
         return 0
 
