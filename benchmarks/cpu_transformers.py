@@ -238,7 +238,8 @@ def clear_tokens(model: HybridModel, shape: tuple[int, int]) -> Tensor:
 
     At a tie rounding chooses, and two right implementations differ from there on.
     """
-    routers: list[Any] = [block.ffn.router for block in model.layers.values()]
+    blocks: list[Any] = list(model.layers.values())
+    routers = [block.ffn.router for block in blocks]
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(model.config.vocab_size, shape, generator=generator)

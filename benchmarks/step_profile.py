@@ -35,7 +35,7 @@ def measure(recipe_name: str, steps: int) -> dict[str, Any]:
         out = Path(folder)
         run = prepare(recipe, out, torch.device("cpu"), print, read_inputs(recipe, out))
         model = HybridModel(recipe.model).init_weights(recipe.seed)
-        stream = PackStream(run.train, stage.seq_len, recipe.seed, run.tokenizer.pad_id)
+        stream = PackStream(run.train, stage.seq_len, recipe.seed, run.tokenizer.fill_id)
         trainer = Trainer(stage, model, stream, [], out, torch.device("cpu"))
         for _ in range(3):
             trainer.step()

@@ -92,6 +92,20 @@ def test_what_a_run_suggests_next_can_be_typed(
     assert load_recipe(lines[2][2], [lines[2][-1]]).stages[0].budget.steps == 2000
 
 
+def test_a_profiled_run_says_where_the_trace_of_a_step_is(
+    sferic: Sferic, corpus: Path, tmp_path: Path
+) -> None:
+    line = [*small_run(corpus, tmp_path / "run"), "--set", "stages.0.budget.steps=5", "--profile"]
+    trace = tmp_path / "run" / "profile" / "trace.json"
+    code, out, _ = sferic(*line)
+    assert code == 0
+    assert f"the trace of step 4 is in {trace}\n" in out
+    assert json.loads(trace.read_text())["traceEvents"]
+    code, out, _ = sferic(*line)  # nothing is left to train
+    assert code == 0
+    assert "no step was traced" in out
+
+
 def test_the_version(sferic: Sferic) -> None:
     assert sferic("--version") == (0, f"sferic {__version__}\n", "")
     command = [sys.executable, "-m", "sferic", "--version"]

@@ -157,6 +157,9 @@ def run(
     ] = None,
     overrides: Overrides = None,
     device: Device = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace one training step to profile/trace.json.")
+    ] = False,
 ) -> None:
     """Train a recipe's stages, score the result and let it write; continues an interrupted run."""
     loaded = load_recipe(recipe, overrides or ())
@@ -165,7 +168,7 @@ def run(
 
     keep_freed_memory()
     folder = out or Path("runs") / Path(recipe).stem
-    run_recipe(loaded, folder, device, typer.echo)
+    run_recipe(loaded, folder, device, typer.echo, profile=profile)
     stage, me = loaded.stages[-1].name, _my_name()
     typer.echo(
         f"Weights are in {folder / 'model'}, losses in {folder / stage / 'loss.png'}. Next:\n"

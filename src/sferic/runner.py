@@ -9,6 +9,7 @@ command goes on after any interruption:
     data/{train,heldout}/    token stores
     STAGE/checkpoints/       of the last steps
     STAGE/metrics.jsonl, STAGE/loss.png
+    profile/trace.json       of one step, if it was asked for
     model/                   the trained weights, with config and tokenizer
     report.json              held-out bits per byte and speed
 """
@@ -19,7 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from sferic.data.sources import STDLIB
 from sferic.evals import compression
 from sferic.infer import Sampling, continue_text
 from sferic.nn import HybridModel
-from sferic.train import Trainer, compute_dtype
+from sferic.train import StepProfile, Trainer, compute_dtype
 
 VALIDATION_PACKS = 8
 SAMPLE_TOKENS = 120
@@ -65,9 +66,17 @@ class Run:
     tokenizer: Tokenizer
     train: TokenStore
     heldout: TokenStore
+    profile: StepProfile | None = None
 
 
-def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) -> dict[str, Any]:
+def run(
+    recipe: Recipe,
+    out: Path,
+    device: str | None = None,
+    say: Say = print,
+    *,
+    profile: bool = False,
+) -> dict[str, Any]:
     """Run every stage of a recipe and return the report.
 
     Args:
@@ -75,6 +84,7 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
         out: the run folder; one with the same recipe is continued.
         device: "cpu", "cuda", ...; None takes the GPU if there is one.
         say: prints a line.
+        profile: trace one training step to profile/trace.json.
 
     Raises:
         ValueError: the folder holds another recipe's run, or the data does not serve.
@@ -91,8 +101,12 @@ def run(recipe: Recipe, out: Path, device: str | None = None, say: Say = print) 
         if _is_new(out):
             write_file(out / "recipe.json", (dump(recipe) + "\n").encode())
         this = prepare(recipe, out, where, say, sides)
+        if profile:
+            this = replace(this, profile=StepProfile(out / "profile" / "trace.json", where))
         del sides  # a large corpus
         model, report = reopen(this) if _is_finished(out) else complete(this, begin)
+        if this.profile is not None:
+            say(this.profile.outcome())
         _print_scores(report["bits_per_byte"], say)
         if recipe.prompt:
             show_continuation(this, model)
@@ -302,7 +316,7 @@ def run_stage(
         f"{stage.name}: {parameters / 1e6:.2f} M parameters in {precision} on "
         f"{this.device.type}, packs of {stage.seq_len:,} tokens {stream.report()['fill']:.1%} full"
     )
-    rows, progress = trainer.run(), trainer.progress
+    rows, progress = trainer.run(this.profile), trainer.progress
     # a log that somebody deleted or cut must not cost the trained model
     last = rows[-1] if rows and rows[-1]["step"] == progress.step else {}
     return model, {

@@ -21,7 +21,7 @@ Unit = Literal["steps", "tokens"]
 
 # what a run writes beside the folders of its stages
 RESERVED_NAMES = frozenset(
-    {"data", "lock", "model", "recipe.json", "report.json", "tokenizer.json"}
+    {"data", "lock", "model", "profile", "recipe.json", "report.json", "tokenizer.json"}
 )
 
 

@@ -3,5 +3,6 @@
 from sferic.train.loop import Diverged, Interrupted, Trainer
 from sferic.train.metrics import read_metrics
 from sferic.train.precision import compute_dtype
+from sferic.train.profile import StepProfile
 
-__all__ = ["Diverged", "Interrupted", "Trainer", "compute_dtype", "read_metrics"]
+__all__ = ["Diverged", "Interrupted", "StepProfile", "Trainer", "compute_dtype", "read_metrics"]

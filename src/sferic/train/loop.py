@@ -19,6 +19,7 @@ from sferic.train.losses import RoutingStats, micro_batch_loss
 from sferic.train.metrics import LiveLine, MetricsLog, Row, plot_losses
 from sferic.train.optimizer import build_optimizer
 from sferic.train.precision import compute_dtype
+from sferic.train.profile import StepProfile
 
 
 class Interrupted(Exception):
@@ -94,8 +95,11 @@ class Trainer:
             self.progress = Progress(**saved)
         self._signal: int | None = None
 
-    def run(self) -> list[Row]:
+    def run(self, profile: StepProfile | None = None) -> list[Row]:
         """Train to the end of the budget; returns all metrics rows.
+
+        Args:
+            profile: traces one of the steps.
 
         Raises:
             Interrupted: SIGINT or SIGTERM came; a checkpoint was saved, unless amid bad steps.
@@ -109,7 +113,7 @@ class Trainer:
         old = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             while not self._done():
-                row = self.step()
+                row = self.step() if profile is None else profile.run(self.step)
                 if self.progress.step % self.stage.validate_every == 0 or self._done():
                     row["validation_loss"] = self.validate()
                 log.write(row)
