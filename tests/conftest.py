@@ -1,5 +1,6 @@
 """What all tests share: loud uninitialised memory, few threads, and small models."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from sferic.config import ModelConfig, MoEFFN
 from sferic.nn import HybridModel
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 # Memory of torch.empty holds NaN, so a place that nobody wrote shows.
 torch.use_deterministic_algorithms(True)

@@ -52,5 +52,14 @@ def launch(
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     variant.run(
-        programs, 1, 1, stream, variant.function, variant.packed_metadata, None, None, None, *arguments
+        programs,
+        1,
+        1,
+        stream,
+        variant.function,
+        variant.packed_metadata,
+        None,
+        None,
+        None,
+        *arguments,
     )

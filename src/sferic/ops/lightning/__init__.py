@@ -1,6 +1,7 @@
 """Lightning attention: the operator of training, and its two forms that work on a slot pool."""
 
 from itertools import pairwise
+
 import torch
 from torch import Tensor
 

@@ -59,7 +59,8 @@ def decode(
     rows, heads, K = q.shape
     V = v.shape[-1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    BK, BV = triton.next_power_of_2(K), min(64, triton.next_power_of_2(V))
+    few = rows * heads <= 128  # then smaller programs keep more of the GPU busy
+    BK, BV = triton.next_power_of_2(K), min(32 if few else 64, triton.next_power_of_2(V))
     launch(
         _decode_kernel,
         rows * heads * -(-V // BV),
@@ -67,6 +68,6 @@ def decode(
         (heads,),
         (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         (K, V, BK, BV, silu),
-        num_warps=4 if BK * BV <= 8192 else 8,
+        num_warps=8 if few or BK * BV > 8192 else 4,
     )
     return out

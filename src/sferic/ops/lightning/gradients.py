@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 def attention(
@@ -93,8 +92,12 @@ class _Attention(torch.autograd.Function):
         return o, state
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # create_graph: the result would miss its own graph
+            raise RuntimeError(
+                "the kernels of lightning attention have no second derivative; "
+                'backend="reference" has'
+            )
         kernels, plan = ctx.kernels, ctx.plan
         q, k, v, slopes, initial_state, *parts = ctx.saved_tensors
         do = v.new_zeros(v.shape) if do is None else kernels.ready(do)

@@ -56,7 +56,8 @@ def batch_plan(
     """Cut a batch so that about `programs` programs run at a time, in full waves."""
     alone = 1 if deterministic else sequences
     segments = segment_count(alone * heads, max(1, ceil(tokens / chunk)), programs)
-    shares = share_count((segments - 1) * alone * heads)
+    chunks = max(1, ceil(tokens / chunk))
+    shares = share_count(segments - 1, ceil(chunks / segments), alone * heads)
     return Plan(sequences, tokens, chunk, sequences * segments, segments, shares)
 
 
@@ -70,15 +71,19 @@ def pack_plan(
         items, shares = chunks // SEGMENT + sequences, 1
     else:
         items = segment_count(heads, chunks, programs)
-        shares = share_count((items - 1) * heads)
+        shares = share_count(items - 1, ceil(chunks / items), heads)
     offsets = cu_seqlens.to(torch.int32).contiguous()
     table = torch.empty(items, COLUMNS, dtype=torch.int32, device=cu_seqlens.device)
     return Plan(sequences, tokens, chunk, items, 0, shares, offsets, table)
 
 
-def share_count(parts: int) -> int:
-    """Programs for each of so many sums of parts, which read in order and wait for memory."""
-    return max(1, min(4, 200 // max(1, parts)))
+def share_count(parts: int, chunks: int, heads: int) -> int:
+    """Programs for each of `parts` sums of so many chunks, one after the other, for each head.
+
+    Shares shorten the sums, and lengthen what is left to add at the start of the last item.
+    """
+    most = max(1, min(4, 200 // max(1, parts * heads)))
+    return min(range(1, most + 1), key=lambda n: 0.6 * chunks / n + 0.8 * parts * n)
 
 
 @lru_cache(1024)
@@ -93,9 +98,9 @@ def segment_count(rows: int, chunks: int, programs: int) -> int:
         if parts > 1 and (chunks / parts < 8 or rows * parts > 4 * programs):
             break
         waves = ceil(rows * parts / programs)
-        cost = waves * (ceil(chunks / parts) + START) + (SPLIT * chunks * rows / programs + START) * (
-            parts > 1
-        )
+        cost = waves * (ceil(chunks / parts) + START) + (
+            SPLIT * chunks * rows / programs + START
+        ) * (parts > 1)
         if cost < least * 0.97:
             best, least = parts, cost
     return best

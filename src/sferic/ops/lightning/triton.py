@@ -114,7 +114,7 @@ def _place_items(
 
 
 @triton.jit
-def item_bounds(item, TABLE, tokens, segments, C: tl.constexpr, PACKED: tl.constexpr):
+def _item_bounds(item, TABLE, tokens, segments, C: tl.constexpr, PACKED: tl.constexpr):
     """First chunk of an item and the one after its last.
 
     In a batch chunks are counted from the start of their sequence, in a pack from its start.
@@ -131,7 +131,7 @@ def item_bounds(item, TABLE, tokens, segments, C: tl.constexpr, PACKED: tl.const
 
 
 @triton.jit
-def item_document(
+def _item_document(
     item, OFFSETS, TABLE, tokens, segments, PACKED: tl.constexpr, REVERSE: tl.constexpr
 ):
     """The document that an item enters first: number, first row, length, number of first chunk."""
@@ -165,9 +165,9 @@ def _parts_kernel(
     share = pid // blocks % shares
     head = pid // blocks // shares % heads
     item = pid // blocks // shares // heads
-    begin, end = item_bounds(item, TABLE, tokens, segments, C, PACKED)
+    begin, end = _item_bounds(item, TABLE, tokens, segments, C, PACKED)
     # the document on the side where the scan leaves the item
-    document, row, length, first = item_document(
+    document, row, length, first = _item_document(
         item, OFFSETS, TABLE, tokens, segments, PACKED, not REVERSE
     )
     after = first + tl.maximum(tl.cdiv(length, C), 1)
@@ -216,7 +216,9 @@ def _parts_kernel(
             live = (r < n)[:, None]
             t = (row + (i - first) * C + r).to(tl.int64)[:, None]
             b = tl.load(B + t * b_token + columns_b[None, :], mask=live & has_b[None, :], other=0.0)
-            c = tl.load(C_ + t * c_token + columns_c[None, :], mask=live & has_c[None, :], other=0.0)
+            c = tl.load(
+                C_ + t * c_token + columns_c[None, :], mask=live & has_c[None, :], other=0.0
+            )
             distance = (r + 1) if REVERSE else tl.maximum(n - 1 - r, 0)
             weight = tl.exp2(-slope * distance.to(tl.float32))[:, None]
             weighted = tl.trans((c.to(tl.float32) * weight).to(b.dtype))
@@ -228,18 +230,18 @@ def _parts_kernel(
 
 
 @triton.jit
-def sum_of_parts(
+def _sum_of_parts(
     state, PARTS, shares, item, head, heads, place, inside, slope, first, length, TABLE, tokens, segments,
     SIZE: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Add to `state` what the items before this one hold of the document at its start."""
-    begin, end = item_bounds(item, TABLE, tokens, segments, C, PACKED)
+    begin, end = _item_bounds(item, TABLE, tokens, segments, C, PACKED)
     weight = tl.exp2(-slope * 0.0)
     if REVERSE:
         after = first + tl.maximum(tl.cdiv(length, C), 1)
         while (end < after) & (weight > FAINT):
             item += 1
-            _, next_end = item_bounds(item, TABLE, tokens, segments, C, PACKED)
+            _, next_end = _item_bounds(item, TABLE, tokens, segments, C, PACKED)
             for share in range(shares):
                 part = (item.to(tl.int64) * shares + share) * heads + head
                 part = tl.load(PARTS + part * SIZE + place, mask=inside, other=0.0)
@@ -250,7 +252,7 @@ def sum_of_parts(
     else:
         while (begin > first) & (weight > FAINT):
             item -= 1
-            earlier, _ = item_bounds(item, TABLE, tokens, segments, C, PACKED)
+            earlier, _ = _item_bounds(item, TABLE, tokens, segments, C, PACKED)
             for share in range(shares):
                 part = (item.to(tl.int64) * shares + share) * heads + head
                 part = tl.load(PARTS + part * SIZE + place, mask=inside, other=0.0)
@@ -286,7 +288,7 @@ def _sort_checkpoints(CHECKPOINTS, SORTED, FIRST, count, documents, BLOCK: tl.co
 
 
 @triton.jit
-def next_length(SORTED, at, last):
+def _next_length(SORTED, at, last):
     """Length of checkpoint `at`, if the document has it, or more than any."""
     return tl.load(SORTED + at, mask=at < last, other=2147483647)
 
@@ -307,8 +309,8 @@ def _scan_kernel(
     block = pid % blocks
     head = pid // blocks % heads
     item = pid // blocks // heads
-    begin, end = item_bounds(item, TABLE, tokens, segments, C, PACKED)
-    document, row, length, first = item_document(
+    begin, end = _item_bounds(item, TABLE, tokens, segments, C, PACKED)
+    document, row, length, first = _item_document(
         item, OFFSETS, TABLE, tokens, segments, PACKED, REVERSE
     )
     if not PACKED:
@@ -359,17 +361,17 @@ def _scan_kernel(
                         entry = (item.to(tl.int64) * heads + head) * KB * KC + place
                         state = tl.load(ENTRY + entry, mask=inside, other=0.0)
                 else:
-                    state = sum_of_parts(
+                    state = _sum_of_parts(
                         state, PARTS, shares, item, head, heads, place, inside, slope, first, length,
                         TABLE, tokens, segments, KB * KC, C, REVERSE, PACKED,
                     )  # fmt: skip
         if CHECKED:
             at, last = tl.load(FIRST + document), tl.load(FIRST + document + 1)
-            wanted = next_length(SORTED, at, last)
+            wanted = _next_length(SORTED, at, last)
             # an earlier item has written those up to its end
             while (start > first) & (wanted <= (start - first) * C):
                 at += 1
-                wanted = next_length(SORTED, at, last)
+                wanted = _next_length(SORTED, at, last)
         for step in tl.range(0, stop - start, num_stages=STAGES):
             i = ((stop - 1 - step) if REVERSE else (start + step)) - first
             n = tl.minimum(length - i * C, C)
@@ -397,7 +399,7 @@ def _scan_kernel(
                     tl.store(LEAVING + (to * heads + head) * KB * KC + place, state, mask=inside)
                     summed = count
                     at += 1
-                    wanted = next_length(SORTED, at, last)
+                    wanted = _next_length(SORTED, at, last)
             state *= tl.exp2(-slope * (n - summed).to(tl.float32))
             weight = from_start if REVERSE else to_end
             if CHECKED:
@@ -485,6 +487,8 @@ def problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"head dims {q.shape[-1]} and {v.shape[-1]} go beyond 256"
     if not q.is_cuda and not INTERPRETED:
         return f"{q.device} is no GPU"
+    if INTERPRETED and q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies no bfloat16"
     return None
 
 
@@ -508,7 +512,8 @@ def plan_back(q: Tensor, v: Tensor, forward: Plan, deterministic: bool) -> Plan:
 
 def place_items(plan: Plan, deterministic: bool) -> None:
     """Fill a pack's table."""
-    assert plan.cu_seqlens is not None and plan.table is not None
+    assert plan.cu_seqlens is not None
+    assert plan.table is not None
     launch(
         _place_items,
         plan.items,
