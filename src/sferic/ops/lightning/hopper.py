@@ -174,8 +174,17 @@ def _sum_of_parts(
 
 @gluon.jit
 def _next_length(SORTED, at, last):
-    """Length of checkpoint `at`, if the document has it, or more than any."""
-    return gl.load(SORTED + at, mask=at < last, other=2147483647)
+    """Length of checkpoint `at`, if the document has it, or -1."""
+    return gl.load(SORTED + at, mask=at < last, other=-1)
+
+
+@gluon.jit
+def _chunk_of(length, chunks, C: gl.constexpr):
+    """The chunk of a document in which a checkpoint lies: at its start, if it can be.
+
+    For -1, none, a chunk after all.
+    """
+    return gl.where(length < 0, 2147483647, gl.minimum(length // C, chunks - 1))
 
 
 @gluon.jit
@@ -309,29 +318,50 @@ def _state_inside(state, count, n, b, c, slope, C: gl.constexpr):
     """The state after the first `count` of the n rows of a chunk."""
     rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     c_operand: gl.constexpr = gl.DotOperandLayout(0, state.type.layout, 2)
-    if n < C:
-        _zero_tail(b, n, rows_layout, C)
-        _zero_tail(c, n, rows_layout, C)
+    if count > 0:
+        if n < C:
+            _zero_tail(b, n, rows_layout, C)
+            _zero_tail(c, n, rows_layout, C)
+            fence_async_shared()
+            gl.thread_barrier()
+        row_c = _hidden(gl.arange(0, C, layout=gl.SliceLayout(0, c_operand)))
+        weights = gl.exp2(-slope * gl.maximum(count - 1 - row_c, 0).to(gl.float32))
+        weights = gl.expand_dims(gl.where(row_c < count, weights, 0.0), 0)
+        weighted = (c.permute((1, 0)).load(c_operand).to(gl.float32) * weights).to(b.dtype)
+        state = warpgroup_mma(
+            weighted, b, state * gl.exp2(-slope * count.to(gl.float32)), is_async=True
+        )
+        state = warpgroup_mma_wait(0, deps=[state])
+    return state
+
+
+@gluon.jit
+def _store_state(
+    state, half: gl.constexpr, place, stage, leaving, LEAVING, state_b, state_c, b_width, c_width,
+    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, STAGED: gl.constexpr,
+):  # fmt: skip
+    """Write half of a state to its place among all, by TMA if STAGED: the warps go on meanwhile."""
+    if STAGED:
+        tma.store_wait(0)
+        stage.permute((1, 0)).store(state)
         fence_async_shared()
-        gl.thread_barrier()
-    row_c = _hidden(gl.arange(0, C, layout=gl.SliceLayout(0, c_operand)))
-    weights = gl.exp2(-slope * gl.maximum(count - 1 - row_c, 0).to(gl.float32))
-    weights = gl.expand_dims(gl.where(row_c < count, weights, 0.0), 0)
-    weighted = (c.permute((1, 0)).load(c_operand).to(gl.float32) * weights).to(b.dtype)
-    state = warpgroup_mma(
-        weighted, b, state * gl.exp2(-slope * count.to(gl.float32)), is_async=True
-    )
-    return warpgroup_mma_wait(0, deps=[state])
+        tma.async_copy_shared_to_global(leaving, [place * WIDTH, half * COLUMNS], stage)
+    else:
+        to, inside = _places(
+            half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state.type.layout
+        )
+        start = place.to(gl.int64) * (b_width * c_width)
+        gl.store(LEAVING + start + to, state, mask=inside)
 
 
 @gluon.jit
 def _math(
-    half: gl.constexpr, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
-    out, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+    half: gl.constexpr, a_tiles, b_tiles, c_tiles, state_tile, out_tile, stage, full, empty,
+    out, leaving, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
     item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
     C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
-    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr, CHECKED: gl.constexpr,
+    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr, CHECKED: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: `half` of c's columns, over all chunks of the item."""
     COLUMNS: gl.constexpr = WIDTH // 2
@@ -389,8 +419,8 @@ def _math(
             at = gl.load(FIRST + document)
             last = gl.load(FIRST + document + 1)
             wanted = _next_length(SORTED, at, last)
-            # an earlier item has written those up to its end
-            while (start > first) & (wanted <= (start - first) * C):
+            # earlier items have written those that lie in their chunks
+            while _chunk_of(wanted, chunks, C) < start - first:
                 at += 1
                 wanted = _next_length(SORTED, at, last)
             lo = start
@@ -399,19 +429,19 @@ def _math(
                 n = gl.minimum(length - i * C, C)
                 buffer = done % BUFFERS
                 mbarrier.wait(full.index(buffer), (done // BUFFERS) & 1)
-                while wanted <= i * C + n:
+                while _chunk_of(wanted, chunks, C) <= i:
                     copy = _state_inside(
                         state, wanted - i * C, n, b_tiles.index(buffer),
                         c_tiles.index(buffer).slice(half * COLUMNS, COLUMNS, dim=1), slope, C,
                     )  # fmt: skip
-                    place, inside = _places(
-                        half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
-                    )
-                    to = gl.load(SORTED + checkpoints + at).to(gl.int64) * heads + head
-                    gl.store(LEAVING + to * (b_width * c_width) + place, copy, mask=inside)
+                    to = gl.load(SORTED + checkpoints + at) * heads + head
+                    _store_state(
+                        copy, half, to, stage, leaving, LEAVING, state_b, state_c,
+                        b_width, c_width, COLUMNS, WIDTH, STAGED,
+                    )  # fmt: skip
                     at += 1
                     wanted = _next_length(SORTED, at, last)
-                hi = gl.minimum(stop, first + (gl.minimum(wanted, length + C) - 1) // C)
+                hi = gl.minimum(stop - first, _chunk_of(wanted, chunks, C)) + first
                 hi = gl.maximum(hi, lo + 1)
                 state, done = _run(
                     state, done, lo, hi, first, row, length, slope,
@@ -427,10 +457,10 @@ def _math(
             )  # fmt: skip
         if LEAVES:
             if leaves & (leave != 0):
-                place, inside = _places(
-                    half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
-                )
-                gl.store(LEAVING + own + place, state, mask=inside)
+                _store_state(
+                    state, half, slot * heads + head, stage, leaving, LEAVING, state_b, state_c,
+                    b_width, c_width, COLUMNS, WIDTH, STAGED,
+                )  # fmt: skip
         left -= stop - start
         if PACKED:
             if left > 0:
@@ -453,7 +483,7 @@ def _scan_kernel(
     KB: gl.constexpr, KC: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr,
     PACKED: gl.constexpr, SPLIT: gl.constexpr, ENTERS: gl.constexpr, LEAVES: gl.constexpr,
-    POOL: gl.constexpr, CHECKED: gl.constexpr,
+    POOL: gl.constexpr, CHECKED: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """One scan: a program for each item and head."""
     pid = gl.program_id(0)
@@ -465,7 +495,7 @@ def _scan_kernel(
         pid, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
         tokens, segments, heads, checkpoints, a_batch, a_token, a_head, b_batch, b_token, b_head,
         c_batch, c_token, c_head, o_batch, o_token, o_head, KB, KC, state_b, state_c, 1,
-        C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED,
+        C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED, STAGED,
     )  # fmt: skip
 
 
@@ -476,7 +506,7 @@ def _program(
     c_batch, c_token, c_head, o_batch, o_token, o_head, b_width, c_width, state_b, state_c, leave,
     C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
-    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr, CHECKED: gl.constexpr,
+    ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr, CHECKED: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = A.dtype.element_ty
     COLUMNS: gl.constexpr = WIDTH // 2
@@ -502,6 +532,14 @@ def _program(
     c_tiles = gl.allocate_shared_memory(DTYPE, [BUFFERS, C, WIDTH], layout)
     states = gl.allocate_shared_memory(DTYPE, [2, COLUMNS, WIDTH], layout)
     outs = gl.allocate_shared_memory(DTYPE, [2, C, COLUMNS], layout)
+    if STAGED:
+        state_shared: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        leaving = tma.make_tensor_descriptor(
+            LEAVING, [0x7FFFFFFF, c_width], [c_width, 1], [WIDTH, COLUMNS], state_shared
+        )
+        stages = gl.allocate_shared_memory(gl.float32, [2, WIDTH, COLUMNS], state_shared)
+    else:
+        leaving, stages = out, outs
     full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
@@ -512,16 +550,16 @@ def _program(
     gl.warp_specialize(
         [
             (_math, (
-                0, a_tiles, b_tiles, c_tiles, states.index(0), outs.index(0), full, empty,
-                out, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+                0, a_tiles, b_tiles, c_tiles, states.index(0), outs.index(0), stages.index(0),
+                full, empty, out, leaving, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
                 item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
-                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED,
+                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED, STAGED,
             )),
             (_math, (
-                1, a_tiles, b_tiles, c_tiles, states.index(1), outs.index(1), full, empty,
-                out, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
+                1, a_tiles, b_tiles, c_tiles, states.index(1), outs.index(1), stages.index(1),
+                full, empty, out, leaving, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
                 item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c, leave,
-                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED,
+                C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED, STAGED,
             )),
             (_load_tiles, (
                 a, b, c, a_tiles, b_tiles, c_tiles, full, empty, OFFSETS, TABLE,
@@ -544,7 +582,7 @@ def _scan_back_kernel(
     dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head,
     K_WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
-    ENTERS: gl.constexpr, LEAVES: gl.constexpr,
+    ENTERS: gl.constexpr, LEAVES: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """dv (even programs) and dk (odd ones) side by side, so that they share q and do in L2."""
     pid = gl.program_id(0)
@@ -567,7 +605,7 @@ def _scan_back_kernel(
         c_batch, c_token, c_head, o_batch, o_token, o_head,
         gl.where(of_v, K_WIDTH, V_WIDTH), gl.where(of_v, V_WIDTH, K_WIDTH),
         gl.where(of_v, V_WIDTH, 1), gl.where(of_v, 1, V_WIDTH), of_v.to(gl.int32),
-        C, WIDTH, BUFFERS, True, PACKED, SPLIT, ENTERS, LEAVES, False, False,
+        C, WIDTH, BUFFERS, True, PACKED, SPLIT, ENTERS, LEAVES, False, False, STAGED,
     )  # fmt: skip
 
 
@@ -646,7 +684,8 @@ def scan(
         (),
         (b.shape[-1], c.shape[-1], CHUNK, WIDTH, BUFFERS, reverse, transposed,
          plan.table is not None, plan.split, entering is not None, leaving is not None,
-         pool is not None, checkpoints is not None),
+         pool is not None, checkpoints is not None,
+         leaving is not None and b.shape[-1] == WIDTH),
         num_warps=4,
     )  # fmt: skip
 
@@ -678,7 +717,8 @@ def scan_back(
          *(s for x in (q, k, v, do, dk, dv) for s in plain.strides(x))),
         (),
         (q.shape[-1], v.shape[-1], CHUNK, WIDTH, BUFFERS, plan.table is not None, plan.split,
-         entering is not None, leaving is not None),
+         entering is not None, leaving is not None,
+         leaving is not None and q.shape[-1] == WIDTH),
         num_warps=4,
     )  # fmt: skip
 
