@@ -88,14 +88,15 @@ def run(call: Call, backend: str, dtype: torch.dtype | None = None) -> dict[str,
     double = dtype == torch.float64
     inputs = [x.detach() if dtype is None else x.detach().to(dtype) for x in call.inputs]
     inputs = [x.requires_grad_() for x in inputs]
-    result: Any = lightning_attention(
+    attention: Any = lightning_attention
+    result = attention(
         *inputs[:3],
         call.slopes.double() if double else call.slopes,
         initial_state=inputs[3] if case.states else None,
         return_state=case.states,
         cu_seqlens=call.offsets,
         deterministic=case.deterministic,
-        backend=backend,  # pyright: ignore
+        backend=backend,
     )
     outputs = list(result) if case.states else [result]
     return _named(case, outputs, inputs, call.sent)

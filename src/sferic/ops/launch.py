@@ -24,7 +24,7 @@ def launch(
     constants: tuple[Any, ...],
     **options: int,
 ) -> None:
-    """Run `programs` programs of a kernel on the current device and stream.
+    """Run `programs` programs of a kernel on the first tensor's device and its current stream.
 
     Args:
         kernel: a jitted function of (*tensors, *sizes, *strides, *constants), the last constexpr.
@@ -32,6 +32,11 @@ def launch(
         strides: numbers that it may specialise on.
         options: num_warps, num_stages.  Which tensors are None must follow from the constants.
     """
+    index = tensors[0].device.index if tensors[0] is not None else None
+    if index is not None and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            launch(kernel, programs, tensors, sizes, strides, constants, **options)
+        return
     arguments = (*tensors, *sizes, *strides, *constants)
     addresses, types = 0, []
     for x in tensors:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sferic.ops.lightning.backend import Backend, kernels_for
 from sferic.ops.lightning.blocks import lightning_blocks
-from sferic.ops.lightning.gradients import attention
 from sferic.ops.lightning.pool import lightning_decode, lightning_prefill
+from sferic.ops.lightning.scans import attention
 from sferic.ops.lightning.slopes import lightning_slopes
 from sferic.ops.packs import check_cu_seqlens
 from sferic.ops.precision import fp32

@@ -1,10 +1,11 @@
 """Which code computes lightning attention: the plain PyTorch blocks, or kernels."""
 
+import logging
 import warnings
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ def kernels_for(
     pool: Tensor | None = None,
     *,
     decode: bool = False,
-) -> ModuleType | None:
-    """The module of kernels for these inputs; None stands for the reference.
+) -> Any:
+    """The module of kernels (`scans.Kernels`) for these inputs; None stands for the reference.
 
     Args:
         pool: the states that the call writes in place, if it does.
@@ -37,37 +38,38 @@ def kernels_for(
         raise ValueError(f"backend {backend!r} is not one of {names}")
     if backend == "reference" or (backend == "auto" and not q.is_cuda):
         return None
+    empty = q.numel() == 0 or v.numel() == 0
+    if backend == "auto" and empty:
+        return None
+    names = (backend,) if backend != "auto" else ("hopper", "triton")
+    reasons = {}
+    for name in names:
+        module = _module("decode" if decode else name)
+        if isinstance(module, ModuleType):
+            reasons[name] = _problem(module, q, k, v, slopes, pool)
+            if reasons[name] is None:
+                _say(f"lightning attention: {module.__name__.rpartition('.')[2]} kernels")
+                return module
+        else:
+            reasons[name] = module
     if backend != "auto":
-        kernels = _module("decode" if decode else backend)
-        reason = _problem(kernels, q, k, v, slopes, pool)
-        if reason is not None:
-            raise ValueError(f"backend {backend!r} can't take this input: {reason}")
-        return kernels
-    reasons = []
-    for name in ("decode",) if decode else ("hopper", "triton"):
-        kernels = _module(name)
-        reason = _problem(kernels, q, k, v, slopes, pool)
-        if reason is None:
-            return kernels
-        reasons.append(f"{name}: {reason}")
-    _tell("; ".join(reasons))
+        raise ValueError(f"backend {backend!r} can't take this input: {reasons[backend]}")
+    _warn("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
     return None
 
 
 def _problem(
-    kernels: ModuleType | str,
+    kernels: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     slopes: Tensor,
     pool: Tensor | None,
 ) -> str | None:
-    if isinstance(kernels, str):
-        return kernels
     if slopes.requires_grad:
         return "slopes want a gradient"
     if q.numel() == 0 or v.numel() == 0:
-        return f"q {list(q.shape)} is empty"
+        return f"q {list(q.shape)} or v {list(v.shape)} is empty"
     if pool is not None and (pool.dtype != torch.float32 or not pool.is_contiguous()):
         return f"the pool is {pool.dtype}, strides {pool.stride()}, not contiguous float32"
     return kernels.problem(q, k, v)
@@ -82,6 +84,13 @@ def _module(name: str) -> ModuleType | str:
         return f"{error}"
 
 
-@lru_cache(1)
-def _tell(reasons: str) -> None:
+@lru_cache
+def _say(choice: str) -> None:
+    """Once for each choice."""
+    logging.getLogger(__name__).info(choice)
+
+
+@lru_cache
+def _warn(reasons: str) -> None:
+    """Once for each reason."""
     warnings.warn(f"lightning attention runs in plain PyTorch ({reasons})", stacklevel=4)

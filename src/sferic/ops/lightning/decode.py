@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sferic.ops.launch import launch
-from sferic.ops.lightning.triton import problem
+from sferic.ops.lightning.triton import power_of_2, problem
 
 __all__ = ["decode", "problem"]
 
@@ -60,7 +60,7 @@ def decode(
     V = v.shape[-1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     few = rows * heads <= 128  # then smaller programs keep more of the GPU busy
-    BK, BV = triton.next_power_of_2(K), min(32 if few else 64, triton.next_power_of_2(V))
+    BK, BV = power_of_2(K), min(32 if few else 64, power_of_2(V))
     launch(
         _decode_kernel,
         rows * heads * -(-V // BV),

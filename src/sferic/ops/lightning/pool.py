@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sferic.ops.lightning.backend import Backend, kernels_for
 from sferic.ops.lightning.blocks import lightning_blocks
-from sferic.ops.lightning.gradients import prefill
+from sferic.ops.lightning.scans import prefill
 from sferic.ops.packs import check_cu_seqlens
 from sferic.ops.precision import at_least_float32
 from sferic.ops.slots import fill_empty_rows
