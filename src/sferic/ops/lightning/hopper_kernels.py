@@ -27,9 +27,21 @@ LOG2E = gl.constexpr(1.4426950408889634)
 FAINT = gl.constexpr(1e-9)  # an item whose weight is below this is not seen in float32
 
 
+# Arguments that go together through several functions go as tuples:
+#   work    item, head, heads, tokens, segments, OFFSETS, TABLE: which chunks a program does
+#   tiles   a_tiles, b_tiles, c_tiles [BUFFERS, C, WIDTH], and the barriers full, empty [BUFFERS]
+#   own     state_tile, out_tile, stage: a warpgroup's shared memory
+#   output  out (descriptor), OUT, o_token
+#   states  where they enter and leave: PARTS, shares, ENTRY, ENTERING, LEAVING, leaving
+#           (descriptor), SLOTS, KNOWN, SORTED, FIRST, checkpoints
+#   sizes   b_width, c_width, the strides of a state state_b, state_c, and leave, whether this
+#           scan is the one whose states leave
+
+
 @gluon.jit
-def _bounds(item, TABLE, tokens, segments, C: gl.constexpr, PACKED: gl.constexpr):
+def _bounds(work, item, C: gl.constexpr, PACKED: gl.constexpr):
     """First chunk of an item and the one after its last."""
+    _, _, _, tokens, segments, _, TABLE = work
     if PACKED:
         begin = gl.load(TABLE + item * 6)
         end = gl.load(TABLE + item * 6 + 1)
@@ -42,8 +54,9 @@ def _bounds(item, TABLE, tokens, segments, C: gl.constexpr, PACKED: gl.constexpr
 
 
 @gluon.jit
-def _document(item, OFFSETS, TABLE, tokens, segments, PACKED: gl.constexpr, REVERSE: gl.constexpr):
+def _document(work, PACKED: gl.constexpr, REVERSE: gl.constexpr):
     """The document an item enters first: number, first row, length, number of first chunk."""
+    item, _, _, tokens, segments, OFFSETS, TABLE = work
     if PACKED:
         place = TABLE + item * 6 + (4 if REVERSE else 2)
         document = gl.load(place)
@@ -64,7 +77,9 @@ def _chunks(length, C: gl.constexpr):
 
 
 @gluon.jit
-def _next_document(document, row, length, first, OFFSETS, C: gl.constexpr, REVERSE: gl.constexpr):
+def _next_document(work, document, length, first, C: gl.constexpr, REVERSE: gl.constexpr):
+    """The one that the scan comes to next."""
+    _, _, _, _, _, OFFSETS, _ = work
     if REVERSE:
         document -= 1
     else:
@@ -79,15 +94,14 @@ def _next_document(document, row, length, first, OFFSETS, C: gl.constexpr, REVER
 
 @gluon.jit
 def _load_tiles(
-    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, OFFSETS, TABLE, item, tokens, segments,
+    a, b, c, tiles, work,
     C: gl.constexpr, WIDTH: gl.constexpr, BUFFERS: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: every chunk of the item, in order, into the next free buffer."""
-    begin, end = _bounds(item, TABLE, tokens, segments, C, PACKED)
-    document, row, length, first = _document(
-        item, OFFSETS, TABLE, tokens, segments, PACKED, REVERSE
-    )
+    a_tiles, b_tiles, c_tiles, full, empty = tiles
+    begin, end = _bounds(work, work[0], C, PACKED)
+    document, row, length, first = _document(work, PACKED, REVERSE)
     done = 0
     left = end - begin
     while left > 0:
@@ -110,7 +124,7 @@ def _load_tiles(
         if PACKED:
             if left > 0:
                 document, row, length, first = _next_document(
-                    document, row, length, first, OFFSETS, C, REVERSE
+                    work, document, length, first, C, REVERSE
                 )
 
 
@@ -124,18 +138,18 @@ def _zero_tail(tile, n, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _sum_of_parts(
-    state, PARTS, shares, item, head, heads, place, inside, slope, first, length, TABLE, tokens,
-    segments,
-    size, C: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
+    state, work, PARTS, shares, size, place, inside, slope, first, length,
+    C: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Add to `state` what the items before this one hold of the document at its start."""
-    begin, end = _bounds(item, TABLE, tokens, segments, C, PACKED)
+    item, head, heads = work[0], work[1], work[2]
+    begin, end = _bounds(work, item, C, PACKED)
     weight = gl.exp2(-slope * 0.0)
     if REVERSE:
         after = first + _chunks(length, C)
         while (end < after) & (weight > FAINT):
             item += 1
-            _, next_end = _bounds(item, TABLE, tokens, segments, C, PACKED)
+            _, next_end = _bounds(work, item, C, PACKED)
             for share in range(shares):
                 part = (item.to(gl.int64) * shares + share) * heads + head
                 part = gl.load(PARTS + part * size + place, mask=inside, other=0.0)
@@ -146,7 +160,7 @@ def _sum_of_parts(
     else:
         while (begin > first) & (weight > FAINT):
             item -= 1
-            earlier, _ = _bounds(item, TABLE, tokens, segments, C, PACKED)
+            earlier, _ = _bounds(work, item, C, PACKED)
             for share in range(shares):
                 part = (item.to(gl.int64) * shares + share) * heads + head
                 part = gl.load(PARTS + part * size + place, mask=inside, other=0.0)
@@ -185,11 +199,10 @@ def _hidden(x):
 
 
 @gluon.jit
-def _places(
-    half: gl.constexpr, state_b, state_c, b_width, c_width,
-    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+def _places(half: gl.constexpr, sizes, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Where the warpgroup's half of a state lies in memory, and which of it exists."""
+    COLUMNS: gl.constexpr = WIDTH // 2
+    b_width, c_width, state_b, state_c, _ = sizes
     c = half * COLUMNS + _hidden(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout)))
     b = _hidden(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)))
     c, b = gl.expand_dims(c, 1), gl.expand_dims(b, 0)
@@ -199,8 +212,7 @@ def _places(
 @gluon.jit
 def _run(
     state, done, start, stop, first, row, length, slope,
-    half: gl.constexpr, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
-    out, OUT, o_token, c_width,
+    half: gl.constexpr, tiles, own, output, c_width,
     C: gl.constexpr, WIDTH: gl.constexpr, BUFFERS: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr, LEAVES: gl.constexpr,
 ):  # fmt: skip
@@ -208,6 +220,9 @@ def _run(
 
     `done` counts the chunks of the program.
     """
+    a_tiles, b_tiles, c_tiles, full, empty = tiles
+    state_tile, out_tile, _ = own
+    out, OUT, o_token = output
     COLUMNS: gl.constexpr = WIDTH // 2
     DTYPE: gl.constexpr = a_tiles.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -299,11 +314,20 @@ def _run(
 
 
 @gluon.jit
-def _state_inside(state, count, n, b, c, slope, C: gl.constexpr):
-    """The state after the first `count` of the n rows of a chunk."""
+def _state_inside(
+    state, count, n, half: gl.constexpr, done, tiles, slope,
+    C: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """The state after the first `count` of the n rows of the chunk that comes next."""
+    _, b_tiles, c_tiles, full, _ = tiles
+    COLUMNS: gl.constexpr = state.shape[0]
     rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     c_operand: gl.constexpr = gl.DotOperandLayout(0, state.type.layout, 2)
     if count > 0:
+        buffer = done % BUFFERS
+        b = b_tiles.index(buffer)
+        c = c_tiles.index(buffer).slice(half * COLUMNS, COLUMNS, dim=1)
+        mbarrier.wait(full.index(buffer), (done // BUFFERS) & 1)
         if n < C:
             _zero_tail(b, n, rows_layout, C)
             _zero_tail(c, n, rows_layout, C)
@@ -322,49 +346,48 @@ def _state_inside(state, count, n, b, c, slope, C: gl.constexpr):
 
 @gluon.jit
 def _store_state(
-    state, half: gl.constexpr, place, stage, leaving, LEAVING, state_b, state_c, b_width, c_width,
-    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, STAGED: gl.constexpr,
+    state, half: gl.constexpr, place, stage, states, sizes,
+    WIDTH: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """Write half of a state to its place among all, by TMA if STAGED: the warps go on meanwhile."""
+    LEAVING, leaving = states[4], states[5]
     if STAGED:
         tma.store_wait(0)
         stage.permute((1, 0)).store(state)
         fence_async_shared()
-        tma.async_copy_shared_to_global(leaving, [place * WIDTH, half * COLUMNS], stage)
+        tma.async_copy_shared_to_global(leaving, [place * WIDTH, half * (WIDTH // 2)], stage)
     else:
-        to, inside = _places(
-            half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state.type.layout
-        )
-        start = place.to(gl.int64) * (b_width * c_width)
+        to, inside = _places(half, sizes, WIDTH, state.type.layout)
+        start = place.to(gl.int64) * (sizes[0] * sizes[1])
         gl.store(LEAVING + start + to, state, mask=inside)
 
 
 @gluon.jit
 def _math(
-    half: gl.constexpr, a_tiles, b_tiles, c_tiles, state_tile, out_tile, stage, full, empty,
-    out, leaving, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED,
-    FIRST, OFFSETS, TABLE,
-    item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width, state_b, state_c,
-    leave,
+    half: gl.constexpr, tiles, own, output, states, sizes, SLOPES, work,
     C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
     ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr, CHECKED: gl.constexpr,
     STAGED: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: `half` of c's columns, over all chunks of the item."""
+    """A warpgroup: `half` of c's columns, over all chunks of the item, document by document."""
+    item, head, heads = work[0], work[1], work[2]
+    PARTS, shares, ENTRY, ENTERING, _, _, SLOTS, KNOWN, SORTED, FIRST, checkpoints = states
+    b_width, c_width, _, _, leave = sizes
+    state_tile, _, stage = own
     COLUMNS: gl.constexpr = WIDTH // 2
-    DTYPE: gl.constexpr = a_tiles.dtype
-    state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    DTYPE: gl.constexpr = state_tile.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     slope = gl.load(SLOPES + head).to(gl.float32) * LOG2E
+    size = b_width * c_width
 
-    begin, end = _bounds(item, TABLE, tokens, segments, C, PACKED)
-    document, row, length, first = _document(
-        item, OFFSETS, TABLE, tokens, segments, PACKED, REVERSE
-    )
+    begin, end = _bounds(work, item, C, PACKED)
+    document, row, length, first = _document(work, PACKED, REVERSE)
     done = 0
     left = end - begin
     while left > 0:
         chunks = _chunks(length, C)
+        # the part of this document in this item, [start, stop)
         start, stop = gl.maximum(begin, first), gl.minimum(end, first + chunks)
         whole = (start == first) & (stop == first + chunks)
         if REVERSE:
@@ -378,28 +401,23 @@ def _math(
         if POOL:
             slot = gl.load(SLOTS + document)
             known = gl.load(KNOWN + document) != 0
-        own = (slot.to(gl.int64) * heads + head) * (b_width * c_width)
-        state = gl.zeros([COLUMNS, WIDTH], gl.float32, state_layout)
+        state = gl.zeros([COLUMNS, WIDTH], gl.float32, layout)
         if ENTERS:
             if whole:
-                place, inside = _places(
-                    half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
-                )
-                state = gl.load(ENTERING + own + place, mask=inside & known, other=0.0)
+                place, inside = _places(half, sizes, WIDTH, layout)
+                from_ = ENTERING + (slot.to(gl.int64) * heads + head) * size
+                state = gl.load(from_ + place, mask=inside & known, other=0.0)
         if SPLIT:
             if whole == 0:
-                place, inside = _places(
-                    half, state_b, state_c, b_width, c_width, COLUMNS, WIDTH, state_layout
-                )
+                place, inside = _places(half, sizes, WIDTH, layout)
                 if enters:
                     if ENTERS:
-                        entry = ENTRY + (item.to(gl.int64) * heads + head) * (b_width * c_width)
-                        state = gl.load(entry + place, mask=inside, other=0.0)
+                        from_ = ENTRY + (item.to(gl.int64) * heads + head) * size
+                        state = gl.load(from_ + place, mask=inside, other=0.0)
                 else:
                     state = _sum_of_parts(
-                        state, PARTS, shares, item, head, heads, place, inside, slope, first,
-                        length,
-                        TABLE, tokens, segments, b_width * c_width, C, REVERSE, PACKED,
+                        state, work, PARTS, shares, size, place, inside, slope, first, length,
+                        C, REVERSE, PACKED,
                     )  # fmt: skip
         state_tile.store(state.to(DTYPE))
         fence_async_shared()
@@ -416,45 +434,35 @@ def _math(
             while lo < stop:  # from the chunk of one checkpoint to that of the next
                 i = lo - first
                 n = gl.minimum(length - i * C, C)
-                buffer = done % BUFFERS
-                mbarrier.wait(full.index(buffer), (done // BUFFERS) & 1)
                 while _chunk_of(wanted, chunks, C) <= i:
                     copy = _state_inside(
-                        state, wanted - i * C, n, b_tiles.index(buffer),
-                        c_tiles.index(buffer).slice(half * COLUMNS, COLUMNS, dim=1), slope, C,
-                    )  # fmt: skip
+                        state, wanted - i * C, n, half, done, tiles, slope, C, BUFFERS
+                    )
                     to = gl.load(SORTED + checkpoints + at) * heads + head
-                    _store_state(
-                        copy, half, to, stage, leaving, LEAVING, state_b, state_c,
-                        b_width, c_width, COLUMNS, WIDTH, STAGED,
-                    )  # fmt: skip
+                    _store_state(copy, half, to, stage, states, sizes, WIDTH, STAGED)
                     at += 1
                     wanted = _next_length(SORTED, at, last)
                 hi = gl.minimum(stop - first, _chunk_of(wanted, chunks, C)) + first
                 hi = gl.maximum(hi, lo + 1)
                 state, done = _run(
                     state, done, lo, hi, first, row, length, slope,
-                    half, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
-                    out, OUT, o_token, c_width, C, WIDTH, BUFFERS, REVERSE, PACKED, LEAVES,
+                    half, tiles, own, output, c_width, C, WIDTH, BUFFERS, REVERSE, PACKED, LEAVES,
                 )  # fmt: skip
                 lo = hi
         else:
             state, done = _run(
                 state, done, start, stop, first, row, length, slope,
-                half, a_tiles, b_tiles, c_tiles, state_tile, out_tile, full, empty,
-                out, OUT, o_token, c_width, C, WIDTH, BUFFERS, REVERSE, PACKED, LEAVES,
+                half, tiles, own, output, c_width, C, WIDTH, BUFFERS, REVERSE, PACKED, LEAVES,
             )  # fmt: skip
         if LEAVES:
             if leaves & (leave != 0):
-                _store_state(
-                    state, half, slot * heads + head, stage, leaving, LEAVING, state_b, state_c,
-                    b_width, c_width, COLUMNS, WIDTH, STAGED,
-                )  # fmt: skip
+                to = slot * heads + head
+                _store_state(state, half, to, stage, states, sizes, WIDTH, STAGED)
         left -= stop - start
         if PACKED:
             if left > 0:
                 document, row, length, first = _next_document(
-                    document, row, length, first, OFFSETS, C, REVERSE
+                    work, document, length, first, C, REVERSE
                 )
     tma.store_wait(0)
 
@@ -476,54 +484,58 @@ def scan_kernel(
 ):  # fmt: skip
     """One scan: a program for each item and head."""
     pid = gl.program_id(0)
-    if TRANSPOSED:
-        state_b, state_c = 1, KB
-    else:
-        state_b, state_c = KC, 1
+    sizes = (KB, KC, 1, KB, 1) if TRANSPOSED else (KB, KC, KC, 1, 1)
     _program(
-        pid, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED,
-        FIRST, OFFSETS, TABLE,
-        tokens, segments, heads, checkpoints, a_batch, a_token, a_head, b_batch, b_token, b_head,
-        c_batch, c_token, c_head, o_batch, o_token, o_head, KB, KC, state_b, state_c, 1,
+        pid, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING,
+        SLOTS, KNOWN, SORTED, FIRST, checkpoints, OFFSETS, TABLE, tokens, segments, heads,
+        (a_batch, a_token, a_head), (b_batch, b_token, b_head),
+        (c_batch, c_token, c_head), (o_batch, o_token, o_head), sizes,
         C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED, STAGED,
     )  # fmt: skip
 
 
 @gluon.jit
+def _begin(X, strides, document, head):
+    """Where a head of a batch's row begins (of a pack: document 0)."""
+    return X + document * strides[0] + head.to(gl.int64) * strides[2]
+
+
+@gluon.jit
 def _program(
-    pid, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING, SLOTS, KNOWN, SORTED,
-    FIRST, OFFSETS, TABLE,
-    tokens, segments, heads, checkpoints, a_batch, a_token, a_head, b_batch, b_token, b_head,
-    c_batch, c_token, c_head, o_batch, o_token, o_head, b_width, c_width, state_b, state_c, leave,
+    pid, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING,
+    SLOTS, KNOWN, SORTED, FIRST, checkpoints, OFFSETS, TABLE, tokens, segments, heads,
+    a_strides, b_strides, c_strides, o_strides, sizes,
     C: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
     ENTERS: gl.constexpr, LEAVES: gl.constexpr, POOL: gl.constexpr, CHECKED: gl.constexpr,
     STAGED: gl.constexpr,
 ):  # fmt: skip
+    """Shared memory, descriptors and barriers of a program, and its three roles."""
     DTYPE: gl.constexpr = A.dtype.element_ty
     COLUMNS: gl.constexpr = WIDTH // 2
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    b_width, c_width = sizes[0], sizes[1]
     head = pid % heads
     item = pid // heads
+    document = (item * 0).to(gl.int64)
     if not PACKED:
         document = (item // segments).to(gl.int64)
-        A += document * a_batch
-        B += document * b_batch
-        C_ += document * c_batch
-        OUT += document * o_batch
-    A += head.to(gl.int64) * a_head
-    B += head.to(gl.int64) * b_head
-    C_ += head.to(gl.int64) * c_head
-    OUT += head.to(gl.int64) * o_head
-    a = tma.make_tensor_descriptor(A, [tokens, b_width], [a_token, 1], [C, WIDTH], layout)
-    b = tma.make_tensor_descriptor(B, [tokens, b_width], [b_token, 1], [C, WIDTH], layout)
-    c = tma.make_tensor_descriptor(C_, [tokens, c_width], [c_token, 1], [C, WIDTH], layout)
-    out = tma.make_tensor_descriptor(OUT, [tokens, c_width], [o_token, 1], [C, COLUMNS], layout)
+    A = _begin(A, a_strides, document, head)
+    B = _begin(B, b_strides, document, head)
+    C_ = _begin(C_, c_strides, document, head)
+    OUT = _begin(OUT, o_strides, document, head)
+    block: gl.constexpr = [C, WIDTH]
+    a = tma.make_tensor_descriptor(A, [tokens, b_width], [a_strides[1], 1], block, layout)
+    b = tma.make_tensor_descriptor(B, [tokens, b_width], [b_strides[1], 1], block, layout)
+    c = tma.make_tensor_descriptor(C_, [tokens, c_width], [c_strides[1], 1], block, layout)
+    out = tma.make_tensor_descriptor(
+        OUT, [tokens, c_width], [o_strides[1], 1], [C, COLUMNS], layout
+    )
     a_tiles = gl.allocate_shared_memory(DTYPE, [BUFFERS, C, WIDTH], layout)
     b_tiles = gl.allocate_shared_memory(DTYPE, [BUFFERS, C, WIDTH], layout)
     c_tiles = gl.allocate_shared_memory(DTYPE, [BUFFERS, C, WIDTH], layout)
-    states = gl.allocate_shared_memory(DTYPE, [2, COLUMNS, WIDTH], layout)
-    outs = gl.allocate_shared_memory(DTYPE, [2, C, COLUMNS], layout)
+    state_tiles = gl.allocate_shared_memory(DTYPE, [2, COLUMNS, WIDTH], layout)
+    out_tiles = gl.allocate_shared_memory(DTYPE, [2, C, COLUMNS], layout)
     if STAGED:
         state_shared: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         leaving = tma.make_tensor_descriptor(
@@ -531,7 +543,7 @@ def _program(
         )
         stages = gl.allocate_shared_memory(gl.float32, [2, WIDTH, COLUMNS], state_shared)
     else:
-        leaving, stages = out, outs
+        leaving, stages = out, out_tiles
     full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
@@ -539,27 +551,26 @@ def _program(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     gl.thread_barrier()
+    work = (item, head, heads, tokens, segments, OFFSETS, TABLE)
+    tiles = (a_tiles, b_tiles, c_tiles, full, empty)
+    output = (out, OUT, o_strides[1])
+    states = (
+        PARTS, shares, ENTRY, ENTERING, LEAVING, leaving, SLOTS, KNOWN, SORTED, FIRST, checkpoints
+    )  # fmt: skip
+    own_0 = (state_tiles.index(0), out_tiles.index(0), stages.index(0))
+    own_1 = (state_tiles.index(1), out_tiles.index(1), stages.index(1))
     gl.warp_specialize(
         [
             (_math, (
-                0, a_tiles, b_tiles, c_tiles, states.index(0), outs.index(0), stages.index(0),
-                full, empty, out, leaving, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING,
-                SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
-                item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width,
-                state_b, state_c, leave,
+                0, tiles, own_0, output, states, sizes, SLOPES, work,
                 C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED, STAGED,
             )),
             (_math, (
-                1, a_tiles, b_tiles, c_tiles, states.index(1), outs.index(1), stages.index(1),
-                full, empty, out, leaving, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING,
-                SLOTS, KNOWN, SORTED, FIRST, OFFSETS, TABLE,
-                item, head, heads, checkpoints, tokens, segments, o_token, b_width, c_width,
-                state_b, state_c, leave,
+                1, tiles, own_1, output, states, sizes, SLOPES, work,
                 C, WIDTH, BUFFERS, REVERSE, PACKED, SPLIT, ENTERS, LEAVES, POOL, CHECKED, STAGED,
             )),
             (_load_tiles, (
-                a, b, c, a_tiles, b_tiles, c_tiles, full, empty, OFFSETS, TABLE,
-                item, tokens, segments, C, WIDTH, BUFFERS, REVERSE, PACKED,
+                a, b, c, tiles, work, C, WIDTH, BUFFERS, REVERSE, PACKED,
             )),
         ],
         [4, 1],
@@ -594,12 +605,14 @@ def scan_back_kernel(
         b_batch, b_token, b_head = q_batch, q_token, q_head
         c_batch, c_token, c_head = do_batch, do_token, do_head
         o_batch, o_token, o_head = dv_batch, dv_token, dv_head
-    _program(
-        pid // 2, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING,
-        OFFSETS, OFFSETS, OFFSETS, OFFSETS, OFFSETS, TABLE, tokens, segments, heads, 0,
-        a_batch, a_token, a_head, b_batch, b_token, b_head,
-        c_batch, c_token, c_head, o_batch, o_token, o_head,
+    sizes = (
         gl.where(of_v, K_WIDTH, V_WIDTH), gl.where(of_v, V_WIDTH, K_WIDTH),
         gl.where(of_v, V_WIDTH, 1), gl.where(of_v, 1, V_WIDTH), of_v.to(gl.int32),
+    )  # fmt: skip
+    _program(
+        pid // 2, A, B, C_, OUT, SLOPES, PARTS, shares, ENTRY, ENTERING, LEAVING,
+        OFFSETS, OFFSETS, OFFSETS, OFFSETS, 0, OFFSETS, TABLE, tokens, segments, heads,
+        (a_batch, a_token, a_head), (b_batch, b_token, b_head),
+        (c_batch, c_token, c_head), (o_batch, o_token, o_head), sizes,
         C, WIDTH, BUFFERS, True, PACKED, SPLIT, ENTERS, LEAVES, False, False, STAGED,
     )  # fmt: skip

@@ -121,7 +121,8 @@ def pool(
     slots: Tensor, has_state: Tensor, checkpoints: tuple[Tensor, Tensor, Tensor] | None
 ) -> Pool:
     """The slots [S] of a pack's documents; checkpoints are (document, length, slot), [M] each."""
-    slots, known = slots.contiguous(), has_state.to(torch.uint8).contiguous()
+    slots = slots.to(torch.int32).contiguous()
+    known = has_state.to(torch.uint8).contiguous()
     if checkpoints is None or checkpoints[0].numel() == 0:
         return Pool(slots, known)
     rows, documents = torch.stack([x.to(torch.int32) for x in checkpoints]), len(slots)
