@@ -62,7 +62,7 @@ def _document(work, PACKED: gl.constexpr, REVERSE: gl.constexpr):
         document = gl.load(place)
         first = gl.load(place + 1)
         row = gl.load(OFFSETS + document)
-        length = gl.load(OFFSETS + document + 1) - row
+        length = gl.minimum(gl.load(OFFSETS + document + 1), tokens) - row
     else:
         document = item // segments
         first = item * 0
@@ -79,14 +79,14 @@ def _chunks(length, C: gl.constexpr):
 @gluon.jit
 def _next_document(work, document, length, first, C: gl.constexpr, REVERSE: gl.constexpr):
     """The one that the scan comes to next."""
-    _, _, _, _, _, OFFSETS, _ = work
+    _, _, _, tokens, _, OFFSETS, _ = work
     if REVERSE:
         document -= 1
     else:
         first += _chunks(length, C)
         document += 1
     row = gl.load(OFFSETS + document)
-    length = gl.load(OFFSETS + document + 1) - row
+    length = gl.minimum(gl.load(OFFSETS + document + 1), tokens) - row
     if REVERSE:
         first -= _chunks(length, C)
     return document, row, length, first

@@ -104,7 +104,7 @@ def _item_document(
         document = tl.load(place)
         first = tl.load(place + 1)
         row = tl.load(OFFSETS + document)
-        length = tl.load(OFFSETS + document + 1) - row
+        length = tl.minimum(tl.load(OFFSETS + document + 1), tokens) - row
     else:
         document = item // segments
         first, row, length = 0, 0, tokens
@@ -388,7 +388,7 @@ def scan_kernel(
                 else:
                     document += 1
                 row = tl.load(OFFSETS + document)
-                length = tl.load(OFFSETS + document + 1) - row
+                length = tl.minimum(tl.load(OFFSETS + document + 1), tokens) - row
                 if REVERSE:
                     first -= tl.maximum(tl.cdiv(length, C), 1)
                 else:
