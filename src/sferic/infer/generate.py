@@ -1,6 +1,7 @@
 """Generation with the model's own cache: prefill the prompts, then one token per step."""
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,12 +9,15 @@ from torch import Tensor
 
 from sferic.infer.sampler import Sampling, sample
 from sferic.nn import ContiguousCache, HybridModel
+from sferic.ops.blocked import BlockedWeights
 
 PREFILL_CHUNK = 2048
 GREEDY = Sampling()
+# copies of the weights for decoding (`ops/blocked.py`) are made from so many steps on, which repay them
+BLOCKED_FROM = 32
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate_stream(
     model: HybridModel,
     prompts: Sequence[Sequence[int]],
@@ -57,6 +61,7 @@ def generate_stream(
     seen = _seen(rows, limit)[:, :vocab_size] if sampling.repetition_penalty != 1 else None
     logits = _prefill(model, cache, rows)
     running = [True] * len(prompts)
+    weights = BlockedWeights() if max_new_tokens > BLOCKED_FROM else None
     for i in range(max_new_tokens):
         new = sample(logits[:, :vocab_size], sampling, cache.lengths, seen)
         step: list[int | None] = []
@@ -75,7 +80,8 @@ def generate_stream(
         if seen is not None:
             seen.scatter_(1, new, True)
         batch = cache.extend(list(new))
-        logits = model.head(model.hidden(batch, cache)[0])
+        with weights.used() if weights is not None else nullcontext():
+            logits = model.head(model.hidden(batch, cache)[0])
 
 
 def generate(

@@ -44,13 +44,14 @@ class Batch:
         device = sequences[0].device
         lengths = [len(s) for s in sequences]
         first = [0] * len(lengths) if starts is None else list(starts)
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        positions = [np.arange(a, a + n) for a, n in zip(first, lengths, strict=True)]
+        ends = [0, *accumulate(lengths)]
+        shift = [a - end for a, end in zip(first, ends[:-1], strict=True)]
+        positions = np.arange(ends[-1]) + np.repeat(shift, lengths)
         return Batch(
             tokens=torch.cat(list(sequences)),
-            cu_seqlens=ends.to(device),
-            positions=torch.from_numpy(np.concatenate(positions)).to(device),
-            valid=torch.ones(sum(lengths), dtype=torch.bool, device=device),
+            cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
+            positions=torch.from_numpy(positions).to(device),
+            valid=torch.ones(ends[-1], dtype=torch.bool, device=device),
             max_seqlen=max(lengths),
         )
 

@@ -12,7 +12,7 @@ from sferic.ops.attention import decode_attention, packed_attention, prefill_att
 from sferic.ops.fused import gated_rms_norm, linear_cross_entropy
 from sferic.ops.lightning import lightning_attention, lightning_decode, lightning_prefill
 from sferic.ops.matmul import linear
-from sferic.ops.slots import fill_empty_rows
+from sferic.ops.slots import consecutive, fill_empty_rows
 
 KV = tuple[Tensor, Tensor]
 
@@ -27,16 +27,24 @@ class SoftmaxCore:
         keys, values = cache
         assert batch.slots is not None
         if batch.decode:
+            at, n = batch.positions, batch.max_context
+            first = consecutive(batch.slots, len(keys))
+            if first is not None:
+                rows = slice(first, first + len(q))
+                past = keys[rows, :n], values[rows, :n]
+                for cached, new in zip(past, (k, v), strict=True):
+                    cached.scatter_(
+                        1, at[:, None, None, None].expand_as(new[:, None]), new[:, None]
+                    )
+                return decode_attention(q, *past, at + 1, scale)
             live, rows, index = fill_empty_rows(batch.slots)
-            at = batch.positions
             if rows is not None:
                 q, k, v, at = q[rows], k[rows], v[rows], at[rows]
             for cached, new in ((keys, k), (values, v)):
                 if live is not None:
                     new = torch.where(live.any(), new, cached[index, at])
                 cached[index, at] = new
-            past_k, past_v = keys[index, : batch.max_context], values[index, : batch.max_context]
-            o = decode_attention(q, past_k, past_v, at + 1, scale)
+            o = decode_attention(q, keys[index, :n], values[index, :n], at + 1, scale)
             return o if live is None else torch.where(live[:, None, None], o, 0)
         past = []
         ends, slots = batch.cu_seqlens.tolist(), batch.slots.tolist()

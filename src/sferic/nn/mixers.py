@@ -114,8 +114,8 @@ class SoftmaxMixer(Initialised):
     def forward(self, x: Tensor, batch: Batch, cache: "Cache | None") -> Tensor:
         heads = (-1, self.head_dim)
         q, k, v = (p(x).unflatten(-1, heads) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q = rope(q, batch.positions, self.rope_dim, self.rope_base)
-        k = rope(k, batch.positions, self.rope_dim, self.rope_base)
+        qk = rope(torch.cat([q, k], 1), batch.positions, self.rope_dim, self.rope_base)
+        q, k = qk.split([q.shape[1], k.shape[1]], 1)
         kv = None if cache is None else cache.kv(self.layer)
         return self.out_proj(self.core(q, k, v, batch, kv).flatten(1))
 

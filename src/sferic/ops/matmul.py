@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sferic.ops.blocked import blocked_copy
+
 _PLAIN = (Tensor, torch.nn.Parameter)  # not DTensor, fake tensors, ...
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
@@ -27,10 +29,12 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
         [..., N].
     """
     fits = x.dim() > 1 and w.dim() == 2 and x.shape[-1] == w.shape[-1] and x.dtype == w.dtype
-    if not (fits and x.dtype == torch.float32 and x.numel() and w.numel() and _onednn_runs(x)):
+    if not (fits and x.dtype == torch.float32 and x.numel() and w.numel() and onednn_runs(x)):
         return F.linear(x, w)
-    needed = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    return _Linear.apply(x, w) if needed else _product(x, w)
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        return _Linear.apply(x, w)
+    copy = blocked_copy(x, w)
+    return _product(x, w) if copy is None else onednn_linear(x, copy)
 
 
 def on_host(x: Tensor) -> bool:
@@ -38,7 +42,8 @@ def on_host(x: Tensor) -> bool:
     return x.device.type == "cpu" and type(x) in _PLAIN
 
 
-def _onednn_runs(x: Tensor) -> bool:
+def onednn_runs(x: Tensor) -> bool:
+    """Whether oneDNN's own products can be called on x, if float32."""
     return _HAS_ONEDNN and on_host(x) and not torch.is_autocast_enabled("cpu")
 
 
@@ -47,6 +52,11 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
         w = (
             w.contiguous()
         )  # oneDNN takes a weight with gaps to a loop that is hundreds of times slower
+    return onednn_linear(x, w)
+
+
+def onednn_linear(x: Tensor, w: Tensor) -> Tensor:
+    """x w^T of a plain or a blocked weight, without a gradient."""
     return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
 

@@ -6,6 +6,16 @@ from torch import Tensor
 from sferic.ops.matmul import on_host
 
 
+def consecutive(slots: Tensor, limit: int) -> int | None:
+    """The first of slots a, a + 1, ... that end before `limit`, if they lie on the host."""
+    if not on_host(slots):
+        return None
+    numbers = slots.tolist()
+    first = numbers[0]
+    end = first + len(numbers)
+    return first if first >= 0 and end <= limit and numbers == list(range(first, end)) else None
+
+
 def fill_empty_rows(slots: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Let rows of slot -1 repeat the first live row, without waiting for the host.
 

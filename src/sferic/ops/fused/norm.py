@@ -10,6 +10,8 @@ from sferic.ops.precision import fp32
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps), cast back to the dtype of x, then times weight [D]."""
     dtype = fp32(x.dtype)
+    if x.dtype == dtype:  # nothing is cast between the two
+        return F.rms_norm(x, x.shape[-1:], weight.to(dtype), eps)
     normed = F.rms_norm(x.to(dtype), x.shape[-1:], None, eps)
     return normed.to(x.dtype) * weight.to(x.dtype)
 

@@ -9,7 +9,7 @@ from sferic.ops.lightning.blocks import lightning_blocks
 from sferic.ops.lightning.scans import prefill
 from sferic.ops.packs import check_cu_seqlens
 from sferic.ops.precision import at_least_float32
-from sferic.ops.slots import fill_empty_rows
+from sferic.ops.slots import consecutive, fill_empty_rows
 
 
 def lightning_prefill(
@@ -118,6 +118,11 @@ def lightning_decode(
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
     q_, k_, v_ = at_least_float32(q, k, v)
     decay = torch.exp(-slopes.to(q_.dtype))[:, None, None]
+    first = consecutive(slots, len(state_pool))
+    if first is not None and state_pool.dtype == q_.dtype and not torch.is_grad_enabled():
+        state = state_pool[first : first + len(slots)]
+        state.mul_(decay).addcmul_(k_[..., :, None], v_[..., None, :])
+        return (q_[..., None, :] @ state)[..., 0, :].to(v.dtype)
     live, rows, index = fill_empty_rows(slots)
     if rows is not None:
         q_, k_, v_ = q_[rows], k_[rows], v_[rows]

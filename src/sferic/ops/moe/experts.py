@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sferic.ops.matmul import linear, on_host
+from sferic.ops.blocked import blocked_copy
+from sferic.ops.matmul import linear, on_host, onednn_linear, onednn_runs
 
 # On a CPU the rows of an expert, when they are more, are filled up to a multiple of this: the
 # library compiles a product for each new shape, which takes as long as the product itself.
@@ -73,7 +74,8 @@ def mix_experts(
     w13, w2 = w13.to(x.dtype), w2.to(x.dtype)
     few = 0 < T * k <= FEW * E and kept is None
     if few and on_host(x) and not torch.is_grad_enabled():
-        return _mix_few(x, gates, indices, w13, w2)
+        mixed = _mix_all(x, gates, indices, w13, w2)
+        return _mix_few(x, gates, indices, w13, w2) if mixed is None else mixed
     expert = indices.reshape(-1)
     if kept is not None:
         expert = torch.where(kept.reshape(-1), expert, E)
@@ -86,6 +88,25 @@ def mix_experts(
     out = grouped_swiglu(rows, w13, w2, counts)
     out = out * gates.reshape(-1)[order][:, None].to(x.dtype)
     return _Gather.apply(out, order, T, k)
+
+
+def _mix_all(x: Tensor, gates: Tensor, indices: Tensor, w13: Tensor, w2: Tensor) -> Tensor | None:
+    """`mix_experts` on a CPU by running all experts on all tokens, two products with blocked weights.
+
+    Few tokens choose nearly every expert anyway, and reading weights is what takes the time.  None
+    where they choose fewer, or where there are no copies of the weights to use.
+    """
+    E, D, _, F_ = w13.shape
+    if indices.numel() < E or x.dtype != torch.float32 or not onednn_runs(x):
+        return None
+    first = blocked_copy(x, w13, lambda w: w.flatten(2).transpose(1, 2).flatten(0, 1))
+    second = None if first is None else blocked_copy(x, w2, lambda w: w.flatten(0, 1).T)
+    if first is None or second is None:
+        return None
+    weight = torch.zeros(len(x), E).scatter_(1, indices, gates)[..., None]
+    gate, up = onednn_linear(x, first).view(-1, E, 2, F_).unbind(2)
+    hidden = (F.silu(gate) * up).mul_(weight)
+    return onednn_linear(hidden.flatten(1), second)
 
 
 def _mix_few(x: Tensor, gates: Tensor, indices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
