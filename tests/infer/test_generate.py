@@ -9,6 +9,8 @@ import torch
 
 from sferic.infer import Sampling, generate, generate_stream, sample
 from sferic.nn import HybridModel
+from sferic.ops import matmul
+from sferic.ops.blocked import BlockedWeights
 
 MakeModel = Callable[..., HybridModel]
 MODULE = importlib.import_module("sferic.infer.generate")  # not the function of that name
@@ -51,6 +53,24 @@ def test_generation_equals_full_forwards(
     expected = naive(model, prompt, 12, **sampling)
     assert generate(model, prompt, max_new_tokens=12, **sampling) == [expected]
     assert len(set(expected)) > 2
+
+
+def test_copies_of_the_weights_give_the_same_tokens(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(dtype=torch.float32)
+    plain = generate(model, PROMPTS, max_new_tokens=9)
+    made: list[BlockedWeights] = []
+
+    def remembered() -> BlockedWeights:
+        made.append(BlockedWeights())
+        return made[-1]
+
+    monkeypatch.setattr(MODULE, "BlockedWeights", remembered)
+    monkeypatch.setattr(MODULE, "BLOCKED_FROM", 8)
+    monkeypatch.setattr(matmul, "SMALL", 0)
+    assert generate(model, PROMPTS, max_new_tokens=9) == plain
+    assert made[0].bytes > 0.5 * sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)

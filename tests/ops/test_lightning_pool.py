@@ -150,24 +150,35 @@ def test_a_checkpoint_outside_its_sequence_is_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("slots", [[5, 0, 3], [2, 3, 4], [4, 5, 6], [0, 1, 2], [3, 2, 1]], ids=str)
+@pytest.mark.parametrize("inference", [False, True])
 def test_decode_equals_the_recurrence_and_writes_only_its_slots(
-    silu: bool, recurrence: Recurrence, error: Error
+    silu: bool, slots: list[int], inference: bool, recurrence: Recurrence, error: Error
 ) -> None:
-    slots, steps = [5, 0, 3], 4
+    steps = 4
     q, k, v = draw(3 * steps)
     pool = poisoned_pool(7, slots)
     before = pool.clone()
-    outputs = [
-        decode(q[r], k[r], v[r], SLOPES, pool, torch.tensor(slots), silu=silu)
-        for r in torch.arange(3 * steps).view(steps, 3)
-    ]
+    with torch.inference_mode(inference):
+        outputs = [
+            decode(q[r], k[r], v[r], SLOPES, pool, torch.tensor(slots), silu=silu)
+            for r in torch.arange(3 * steps).view(steps, 3)
+        ]
     if silu:
         q, k, v = F.silu(q), F.silu(k), F.silu(v)
     for n, slot in enumerate(slots):
         want, state = recurrence(q[n::3], k[n::3], v[n::3], SLOPES, before[slot])
         assert error(torch.stack([o[n] for o in outputs]), want) < 1e-12
         assert error(pool[slot], state, -3) < 1e-12
-    assert_same_bits(pool[[1, 2, 4, 6]], before[[1, 2, 4, 6]])
+    untouched = [s for s in range(7) if s not in slots]
+    assert_same_bits(pool[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("slots", [[5, 6, 7], [6, 7, 8]], ids=str)
+def test_a_slot_beyond_the_pool_is_refused(slots: list[int]) -> None:
+    q, k, v = draw(3)
+    with torch.inference_mode(), pytest.raises(IndexError):
+        decode(q, k, v, SLOPES, poisoned_pool(7, [5, 6]), torch.tensor(slots))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sferic.ops.blocked import BlockedWeights
 
 PREFILL_CHUNK = 2048
 GREEDY = Sampling()
-# copies of the weights for decoding (`ops/blocked.py`) are made from so many steps on, which repay them
+# copies of the weights for decoding (`ops/blocked.py`) are made where so many steps repay them
 BLOCKED_FROM = 32
 
 

@@ -10,10 +10,13 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 # more rows are bound by arithmetic, where the layout doesn't matter
 MAX_ROWS = 32
-# for all copies together: a model of this size is decoded twice as fast, a larger one needs its memory
+# the layout depends on the rows it is meant for; with fewer than these it is a slow one
+MIN_ROWS = 8
+# of all copies together; the weights of a larger model need the memory themselves
 MAX_BYTES = 2**30
 
 
@@ -35,8 +38,8 @@ class BlockedWeights:
         finally:
             _CURRENT.reset(token)
 
-    def copy(self, w: Tensor, matrix: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """The copy of matrix(w), or None where that has no room."""
+    def copy(self, w: Tensor, matrix: Callable[[Tensor], Tensor], rows: int) -> Tensor | None:
+        """The copy of matrix(w), made for so many rows; or None where that has no room."""
         known = self._copies.get(id(w))
         if known is not None and known[1] == w._version:
             return known[2]
@@ -45,7 +48,7 @@ class BlockedWeights:
                 return None
             self.bytes += w.nbytes
         plain = matrix(w.detach()).contiguous()
-        copy = torch.ops.mkldnn._reorder_linear_weight(plain, MAX_ROWS)
+        copy = torch.ops.mkldnn._reorder_linear_weight(plain, rows)
         self._copies[id(w)] = w, w._version, copy
         return copy
 
@@ -64,10 +67,12 @@ def blocked_copy(
         matrix: makes [N, K] of it; always the same for one weight.
 
     Returns:
-        None outside `BlockedWeights.used`, for more than `MAX_ROWS` rows, for a weight that can't
-        be watched for changes, or where no room is left: use the plain weight.
+        None outside `BlockedWeights.used`, for more than `MAX_ROWS` rows, for what is not a model's
+        parameter or can't be watched for changes, or where no room is left: use the plain weight.
     """
     current = _CURRENT.get()
-    if current is None or len(x) > MAX_ROWS or w.is_inference():
+    if current is None or len(x) > MAX_ROWS:
         return None
-    return current.copy(w, matrix)
+    if not isinstance(w, Parameter) or w.is_inference():
+        return None
+    return current.copy(w, matrix, max(len(x), MIN_ROWS))

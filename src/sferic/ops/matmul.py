@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sferic.ops.blocked import blocked_copy
 
+# products of so few multiplications (or none) end before a call of oneDNN has begun, 8 us
+SMALL = 2**18
 _PLAIN = (Tensor, torch.nn.Parameter)  # not DTensor, fake tensors, ...
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
@@ -29,7 +31,9 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
         [..., N].
     """
     fits = x.dim() > 1 and w.dim() == 2 and x.shape[-1] == w.shape[-1] and x.dtype == w.dtype
-    if not (fits and x.dtype == torch.float32 and x.numel() and w.numel() and onednn_runs(x)):
+    if not (fits and x.dtype == torch.float32 and onednn_runs(x)):
+        return F.linear(x, w)
+    if x.numel() * len(w) <= SMALL:
         return F.linear(x, w)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         return _Linear.apply(x, w)

@@ -122,7 +122,7 @@ def lightning_decode(
     if first is not None and state_pool.dtype == q_.dtype and not torch.is_grad_enabled():
         state = state_pool[first : first + len(slots)]
         state.mul_(decay).addcmul_(k_[..., :, None], v_[..., None, :])
-        return (q_[..., None, :] @ state)[..., 0, :].to(v.dtype)
+        return torch.bmm(q_.flatten(0, 1)[:, None], state.flatten(0, 1)).view_as(v).to(v.dtype)
     live, rows, index = fill_empty_rows(slots)
     if rows is not None:
         q_, k_, v_ = q_[rows], k_[rows], v_[rows]

@@ -91,22 +91,23 @@ def mix_experts(
 
 
 def _mix_all(x: Tensor, gates: Tensor, indices: Tensor, w13: Tensor, w2: Tensor) -> Tensor | None:
-    """`mix_experts` on a CPU by running all experts on all tokens, two products with blocked weights.
+    """`mix_experts` on a CPU by all experts on all tokens: two products with blocked weights.
 
     Few tokens choose nearly every expert anyway, and reading weights is what takes the time.  None
     where they choose fewer, or where there are no copies of the weights to use.
     """
-    E, D, _, F_ = w13.shape
+    E, _, _, F_ = w13.shape
     if indices.numel() < E or x.dtype != torch.float32 or not onednn_runs(x):
         return None
-    first = blocked_copy(x, w13, lambda w: w.flatten(2).transpose(1, 2).flatten(0, 1))
+    first = blocked_copy(x, w13, lambda w: w.permute(2, 0, 3, 1).flatten(0, 2))  # [2 * E * F, D]
     second = None if first is None else blocked_copy(x, w2, lambda w: w.flatten(0, 1).T)
     if first is None or second is None:
         return None
-    weight = torch.zeros(len(x), E).scatter_(1, indices, gates)[..., None]
-    gate, up = onednn_linear(x, first).view(-1, E, 2, F_).unbind(2)
-    hidden = (F.silu(gate) * up).mul_(weight)
-    return onednn_linear(hidden.flatten(1), second)
+    gate, up = onednn_linear(x, first).chunk(2, dim=-1)
+    hidden = F.silu(gate, inplace=True).mul_(up)  # [T, E * F]
+    weight = torch.zeros(len(x), E).scatter_(1, indices, gates)
+    hidden.unflatten(1, (E, F_)).mul_(weight[..., None])
+    return onednn_linear(hidden, second)
 
 
 def _mix_few(x: Tensor, gates: Tensor, indices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
