@@ -3,6 +3,7 @@
     sferic.load(path) -> model              sferic.save(model, path)
     sferic.load_tokenizer(path)             sferic.generate(model, tokens, ...)
     sferic.ops.lightning_attention(...)     model(tokens) -> logits
+    sferic.Engine(model)                    many requests at once
 
 Names are imported when first used, so that `import sferic` is quick.
 """
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sferic import ops
     from sferic.checkpoint import load, load_tokenizer, save
-    from sferic.infer import generate
+    from sferic.infer import Engine, generate
 
 __version__ = "0.1.0"
 
@@ -22,9 +23,10 @@ _PLACES = {
     "save": "sferic.checkpoint",
     "load_tokenizer": "sferic.checkpoint",
     "generate": "sferic.infer",
+    "Engine": "sferic.infer",
 }
 
-__all__ = ["generate", "load", "load_tokenizer", "ops", "save"]
+__all__ = ["Engine", "generate", "load", "load_tokenizer", "ops", "save"]
 
 
 def __getattr__(name: str) -> Any:

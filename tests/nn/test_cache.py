@@ -202,13 +202,12 @@ def test_only_batches_of_single_later_tokens_decode(
     make_config: MakeConfig, documents: Documents
 ) -> None:
     cache = ContiguousCache(make_config(), 2, 40)
-    assert not cache.extend(documents(1, 1)).decode
+    assert cache.extend(documents(1, 1)).decodes == 0
     batch = cache.extend(documents(1, 1))
-    assert batch.decode
-    assert (batch.positions.tolist(), batch.max_context) == ([1, 1], 2)
-    assert not cache.extend(documents(1, 2)).decode
-    assert not cache.extend(documents(0, 1)).decode
-    assert cache.extend(documents(1), [1]).decode
+    assert (batch.decodes, batch.positions.tolist(), batch.max_context) == (2, [1, 1], 2)
+    assert cache.extend(documents(1, 2)).decodes == 1
+    assert cache.extend(documents(0, 1)).decodes == 0
+    assert cache.extend(documents(1), [1]).decodes == 1
 
 
 def test_decoding_never_waits_for_the_host(
@@ -223,7 +222,7 @@ def test_decoding_never_waits_for_the_host(
     cache = new_cache(model, 3)
     step(model, cache, documents(4, 5, 6))
     batch = cache.extend(documents(1, 1, 1))
-    assert batch.decode
+    assert batch.decodes == 3
     with torch.no_grad(), no_host_sync() as fake:
         fields = {n: fake(x) for n, x in vars(batch).items() if isinstance(x, Tensor)}
         logits = model.head(model.hidden(replace(batch, **fields), cache)[0])

@@ -33,8 +33,9 @@ class Batch:
     # serving
     slots: Tensor | None = None  # [S], the cache row of each sequence
     has_state: Tensor | None = None  # [S] bool: earlier tokens are in the cache
-    max_context: int = 0  # the longest sequence with its cached part, known to the host
-    decode: bool = False  # every sequence has one token, and earlier ones in the cache
+    block_table: Tensor | None = None  # [S, n], where keys and values lie in blocks; else in rows
+    decodes: int = 0  # so many first sequences have one token, and earlier ones in the cache
+    max_context: int = 0  # the longest of these with its cached part, known to the host
 
     @staticmethod
     def pack(sequences: Sequence[Tensor], starts: Sequence[int] | None = None) -> "Batch":

@@ -17,19 +17,14 @@ class Cache(Protocol):
     """Storage by layer and row.  The model writes into the tensors it hands out."""
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys (after RoPE) and values of a softmax layer, [rows, capacity, G, K] each."""
+        """Keys (after RoPE) and values of a softmax layer, [rows, capacity, G, K] each.
+
+        Or [blocks, tokens of a block, G, K], with a `block_table` in the batch.
+        """
         ...
 
     def state(self, layer: int) -> Tensor:
         """States of a lightning layer, [rows, H, K, V], at least float32."""
-        ...
-
-    def reorder(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was."""
-        ...
-
-    def fork(self, slots: Tensor) -> "Cache":
-        """A new cache whose row i is a copy of row slots[i]."""
         ...
 
 
@@ -60,10 +55,12 @@ class ContiguousCache:
         return state
 
     def reorder(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was."""
         self._tensors = [tuple(t[rows] for t in layer) for layer in self._tensors]
         self.lengths = [self.lengths[r] for r in rows.tolist()]
 
     def fork(self, slots: Tensor) -> "ContiguousCache":
+        """A new cache whose row i is a copy of row slots[i]."""
         other = copy.copy(self)
         other.reorder(slots)
         return other
@@ -90,10 +87,12 @@ class ContiguousCache:
         for r, n in zip(rows, added, strict=True):
             self.lengths[r] += n
         batch = Batch.pack(sequences, starts)
+        single = [n == 1 and start > 0 for n, start in zip(added, starts, strict=True)]
+        decodes = [*single, False].index(False)
         return replace(
             batch,
             slots=torch.tensor(rows, device=self.device),
             has_state=torch.tensor([n > 0 for n in starts], device=self.device),
-            max_context=max(self.lengths[r] for r in rows),
-            decode=all(n == 1 for n in added) and all(n > 0 for n in starts),
+            decodes=decodes,
+            max_context=max((self.lengths[r] for r in rows[:decodes]), default=0),
         )

@@ -4,6 +4,9 @@ Parallel training and the engine put others in their places; the model calls the
 difference.  They hold no weights.  The fifth object, the MoE dispatcher, is in `dispatch.py`.
 """
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -21,39 +24,85 @@ class SoftmaxCore:
     """Attention of q [T, H, K] to k, v [T, G, K] and to the cached ones, after RoPE."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KV | None) -> Tensor:
-        scale = q.shape[-1] ** -0.5
         if cache is None:
+            scale = q.shape[-1] ** -0.5
             return packed_attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, scale)[0]
-        keys, values = cache
+        n = batch.decodes
+        return _joined(
+            len(q),
+            n,
+            lambda: self._decode(q[:n], k[:n], v[:n], batch, cache),
+            lambda: self._extend(q[n:], k[n:], v[n:], batch, cache),
+        )
+
+    @staticmethod
+    def _decode(q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KV) -> Tensor:
+        """One token for each of the first sequences, without waiting for the host."""
         assert batch.slots is not None
-        if batch.decode:
-            at, n = batch.positions, batch.max_context
-            first = consecutive(batch.slots, len(keys))
-            if first is not None:
-                rows = slice(first, first + len(q))
-                past = keys[rows, :n], values[rows, :n]
-                for cached, new in zip(past, (k, v), strict=True):
-                    cached.scatter_(
-                        1, at[:, None, None, None].expand_as(new[:, None]), new[:, None]
-                    )
-                return decode_attention(q, *past, at + 1, scale)
-            live, rows, index = fill_empty_rows(batch.slots)
-            if rows is not None:
-                q, k, v, at = q[rows], k[rows], v[rows], at[rows]
-            for cached, new in ((keys, k), (values, v)):
-                if live is not None:
-                    new = torch.where(live.any(), new, cached[index, at])
-                cached[index, at] = new
-            o = decode_attention(q, keys[index, :n], values[index, :n], at + 1, scale)
-            return o if live is None else torch.where(live[:, None, None], o, 0)
+        scale, size = q.shape[-1] ** -0.5, cache[0].shape[1]
+        slots, at, n = batch.slots[: len(q)], batch.positions[: len(q)], batch.max_context
+        first = consecutive(slots, len(cache[0])) if batch.block_table is None else None
+        if first is not None:
+            past = [cached[first : first + len(q), :n] for cached in cache]
+            for cached, new in zip(past, (k, v), strict=True):
+                cached.scatter_(1, at[:, None, None, None].expand_as(new[:, None]), new[:, None])
+            return decode_attention(q, past[0], past[1], at + 1, scale)
+        live, rows, index = fill_empty_rows(slots)
+        table = index[:, None] if batch.block_table is None else batch.block_table[: len(q)]
+        if rows is not None:
+            q, k, v, at = q[rows], k[rows], v[rows], at[rows]
+            table = table if batch.block_table is None else table[rows]
+        block, offset = table.gather(1, (at // size)[:, None])[:, 0], at % size
+        for cached, new in zip(cache, (k, v), strict=True):
+            if live is not None:
+                new = torch.where(live.any(), new, cached[block, offset])
+            cached[block, offset] = new
+        past = [cached[table[:, : -(-n // size)]].flatten(1, 2)[:, :n] for cached in cache]
+        o = decode_attention(q, past[0], past[1], at + 1, scale)
+        return o if live is None else torch.where(live[:, None, None], o, 0)
+
+    @staticmethod
+    def _extend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KV) -> Tensor:
+        """Any number of tokens for each of the other sequences."""
+        assert batch.slots is not None
+        n, size = batch.decodes, cache[0].shape[1]
+        cu_seqlens = batch.cu_seqlens[n:] - n
+        ends, starts = cu_seqlens.tolist(), batch.positions[n:]
+        table = batch.slots[:, None] if batch.block_table is None else batch.block_table
         past = []
-        ends, slots = batch.cu_seqlens.tolist(), batch.slots.tolist()
-        for slot, a, b in zip(slots, ends, ends[1:], strict=False):
-            start = int(batch.positions[a]) if b > a else 0
-            past.append((keys[slot, :start], values[slot, :start]))
-            keys[slot, start : start + b - a] = k[a:b]
-            values[slot, start : start + b - a] = v[a:b]
-        return prefill_attention(q, k, v, batch.cu_seqlens, past, scale)
+        for (a, b), own in zip(pairwise(ends), table[n:].tolist(), strict=True):
+            start = int(starts[a]) if b > a else 0
+            blocks = own[: -(-(start + b - a) // size)]
+            past.append(tuple(_read(cached, blocks, start) for cached in cache))
+            for cached, new in zip(cache, (k[a:b], v[a:b]), strict=True):
+                _write(cached, blocks, start, new)
+        return prefill_attention(q, k, v, cu_seqlens, past, q.shape[-1] ** -0.5)
+
+
+def _joined(
+    tokens: int, decodes: int, decode: Callable[[], Tensor], extend: Callable[[], Tensor]
+) -> Tensor:
+    """What both parts of a batch give, of which either may be empty."""
+    if decodes == 0:
+        return extend()
+    return decode() if decodes == tokens else torch.cat([decode(), extend()])
+
+
+def _read(cached: Tensor, blocks: list[int], n: int) -> Tensor:
+    """The first n tokens of a sequence, [n, G, K]: those of one block as they lie."""
+    if len(blocks) <= 1 or n <= cached.shape[1]:
+        return cached[blocks[0] if blocks else 0, :n]
+    return cached[blocks].flatten(0, 1)[:n]
+
+
+def _write(cached: Tensor, blocks: list[int], start: int, new: Tensor) -> None:
+    """Put tokens [n, G, K] at positions start .. start + n - 1 of a sequence."""
+    size, at = cached.shape[1], start
+    while len(new):
+        offset = at % size
+        n = min(len(new), size - offset)
+        cached[blocks[at // size], offset : offset + n] = new[:n]
+        at, new = at + n, new[n:]
 
 
 class LightningCore:
@@ -66,12 +115,16 @@ class LightningCore:
             o = lightning_attention(q, k, v, slopes, cu_seqlens=batch.cu_seqlens)
             assert isinstance(o, Tensor)
             return o
-        assert batch.slots is not None
-        if batch.decode:
-            return lightning_decode(q, k, v, slopes, cache, batch.slots)
-        assert batch.has_state is not None
-        return lightning_prefill(
-            q, k, v, slopes, cache, batch.slots, batch.has_state, batch.cu_seqlens
+        n, slots, known = batch.decodes, batch.slots, batch.has_state
+        assert slots is not None
+        assert known is not None
+        return _joined(
+            len(q),
+            n,
+            lambda: lightning_decode(q[:n], k[:n], v[:n], slopes, cache, slots[:n]),
+            lambda: lightning_prefill(
+                q[n:], k[n:], v[n:], slopes, cache, slots[n:], known[n:], batch.cu_seqlens[n:] - n
+            ),
         )
 
 
