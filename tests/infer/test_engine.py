@@ -216,6 +216,7 @@ def test_a_model_of_hashes(actions: list[tuple[str, int, int]], block_size: int)
             blocks_for=lambda n: -(-n // block_size),
             states={},
             cells={},
+            clear=lambda slot, blocks: None,
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -243,12 +244,30 @@ def test_logits_that_are_nan_end_their_request_alone(make_model: MakeModel) -> N
     good = [t if t != 39 else 38 for t in prompt(9)]
     want = generate(model, good, max_new_tokens=6, vocab_size=39)
     engine = new_engine(model, vocab_size=39)
-    bad, other = engine.generate([[3, 39, 5], good], max_new_tokens=6)
+    bad, other = engine.generate([[39] * 60, good], max_new_tokens=6)
     assert (bad.token_ids, bad.finish_reason) == ([], "error")
     assert (other.token_ids, other.finish_reason) == (want[0], "length")
-    again = engine.generate([good, good, good, good], max_new_tokens=6)
-    assert [c.token_ids for c in again] == want * 4
+    # what is left in the last block of the shorter one is read with weight 0 beside the longer one
+    longer = [t % 39 for t in prompt(30)]
+    want += generate(model, longer, max_new_tokens=6, vocab_size=39)
+    again = engine.generate([longer, good], max_new_tokens=6)
+    assert [c.token_ids for c in again] == want[::-1]
     assert idle(engine)
+
+
+def test_an_aborted_request_leaves_no_nan_behind(make_model: MakeModel) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.embed_tokens.weight[39] = float("nan")
+    engine = new_engine(model, vocab_size=39)
+    number = engine.add([39] * 60, max_new_tokens=6)
+    for _ in range(3):
+        assert engine.step() == []  # in the middle of its prompt
+    engine.abort(number)
+    prompts = [[t % 39 for t in prompt(n)] for n in (30, 9)]
+    got = engine.generate(prompts, max_new_tokens=6)
+    want = [generate(model, p, max_new_tokens=6, vocab_size=39)[0] for p in prompts]
+    assert [c.token_ids for c in got] == want
 
 
 @pytest.mark.parametrize(

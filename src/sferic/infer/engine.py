@@ -135,6 +135,8 @@ class Engine:
         """End a request, in whatever state; one that has ended stays as it is."""
         sequence = self._sequences.pop(number, None)
         if sequence is not None:
+            if sequence.slot >= 0:  # whether it was finite nobody knows yet
+                self.cache.clear(sequence.slot, sequence.blocks)
             self.scheduler.remove(sequence)
 
     @torch.inference_mode()
@@ -227,7 +229,6 @@ class Engine:
         request, reason = sequence.request, None
         if token < 0:
             reason = "error"
-            self.cache.clear(sequence.slot, sequence.blocks)
         else:
             sequence.tokens.append(token)
             if sequence.seen is not None:
@@ -236,6 +237,9 @@ class Engine:
                 reason = "stop"
             elif len(sequence.tokens) == len(request.prompt) + request.max_new_tokens:
                 reason = "length"
-        if reason is not None:
+        if reason == "error":
             self.abort(sequence.number)
+        elif reason is not None:
+            del self._sequences[sequence.number]
+            self.scheduler.remove(sequence)
         return Event(sequence.number, None if token < 0 else token, reason)
