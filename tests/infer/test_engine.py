@@ -264,7 +264,7 @@ def test_an_aborted_request_leaves_no_nan_behind(make_model: MakeModel) -> None:
     for _ in range(3):
         assert engine.step() == []  # in the middle of its prompt
     engine.abort(number)
-    prompts = [[t % 39 for t in prompt(n)] for n in (30, 9)]
+    prompts = [[t % 39 for t in prompt(n)] for n in (9, 30)]
     got = engine.generate(prompts, max_new_tokens=6)
     want = [generate(model, p, max_new_tokens=6, vocab_size=39)[0] for p in prompts]
     assert [c.token_ids for c in got] == want
