@@ -92,6 +92,19 @@ def test_what_a_run_suggests_next_can_be_typed(
     assert load_recipe(lines[2][2], [lines[2][-1]]).stages[0].budget.steps == 2000
 
 
+def test_a_file_of_prompts(sferic: Sferic, finished: Path, tmp_path: Path) -> None:
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"prompt": "import "}\n{"prompt": "def f", "max_tokens": 3}\n')
+    model = finished / "model"
+    line = ["generate", "--model", model, "--input", rows, "--output", out, "--device", "cpu"]
+    code, said, _ = sferic(*line, "--max-new-tokens", 5)
+    assert (code, said) == (0, f"{out}: 2 rows, 8 new tokens\n")
+    results = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [r["usage"]["completion_tokens"] for r in results] == [5, 3]
+    _, alone, _ = sferic("generate", "--model", model, "--prompt", "import ", "--max-new-tokens", 5)
+    assert alone == "import " + results[0]["text"] + "\n"
+
+
 def test_a_profiled_run_says_where_the_trace_of_a_step_is(
     sferic: Sferic, corpus: Path, tmp_path: Path
 ) -> None:
@@ -190,6 +203,9 @@ def test_a_command_without_its_verb_shows_help(sferic: Sferic, path: list[str]) 
         ("run tiny --out {tmp}/run --set data.corpus={tmp}/none", "none' is not a folder"),
         ("run tiny --out {tmp}/run --device nothing", "device 'nothing' can't be used"),
         ("generate --model {tmp}/none --prompt x", "none is not there"),
+        ("generate --model x", "give --prompt, or --input and --output"),
+        ("generate --model x --prompt y --input z --output w", "give --prompt, or --input"),
+        ("generate --model x --input z", "give --prompt, or --input and --output"),
         ("data tokenize {tmp} {tmp}/s --tokenizer {tmp}/t.json", "has no t.json: copy it"),
         ("data pack {tmp}/none", "none is not a token store"),
         ("tokenizer train {tmp}/none {tmp}/t.json", "none' is not a folder"),

@@ -5,10 +5,11 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,11 @@ from sferic.config import (
     load_recipe,
     sizes,
 )
+
+if TYPE_CHECKING:
+    from sferic.data import Tokenizer
+    from sferic.infer import Sampling
+    from sferic.nn import HybridModel
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -190,7 +196,15 @@ def _my_name() -> str:
 @app.command()
 def generate(
     model: Annotated[str, typer.Option(help="A model folder of any layout, or a hub id.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(help='Rows {"prompt": "..."} or {"messages": [...]}, with options of theirs.'),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Completions of the rows; again to go on.")
+    ] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="Rows of the input at once.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set this probable.")] = 1.0,
@@ -200,7 +214,9 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
     device: Device = None,
 ) -> None:
-    """Continue a prompt; the text streams to the terminal."""
+    """Continue a prompt, whose text streams to the terminal, or a file of prompts."""
+    if (prompt is None) == (input is None) or (input is None) != (output is None):
+        raise UsageError("give --prompt, or --input and --output")
     from sferic.checkpoint import load, load_tokenizer
     from sferic.infer import Sampling, continue_text
     from sferic.ops.memory import keep_freed_memory
@@ -212,10 +228,55 @@ def generate(
     where = find_device(device)
     loaded = load(model, device=str(where), dtype=compute_dtype("auto", where))
     tokenizer = load_tokenizer(model)
+    if input is not None and output is not None:
+        _complete(loaded, tokenizer, model, input, output, max_new_tokens, sampling, max_running)
+        return
+    assert prompt is not None
     for text in continue_text(loaded, tokenizer, prompt, sampling, max_new_tokens=max_new_tokens):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def _complete(
+    model: "HybridModel",
+    tokenizer: "Tokenizer",
+    name: str,
+    input: Path,
+    output: Path,
+    max_new_tokens: int,
+    sampling: "Sampling",
+    max_running: int,
+) -> None:
+    """Run a file of prompts, with rows, speed and the time left on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from sferic.infer import Engine
+    from sferic.infer.jobs import read_jobs, room_for, run_jobs
+
+    block = 256
+    work = read_jobs(input, tokenizer, max_new_tokens, sampling)
+    engine = Engine(
+        model,
+        max_running=max_running,
+        kv_tokens=room_for(work, max_running, block),
+        block_size=block,
+        vocab_size=tokenizer.vocab_size,
+    )
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    begin, made = time.perf_counter(), 0
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("completing", total=len(work))
+
+        def advance(rows: int, tokens: int) -> None:
+            nonlocal made
+            made += tokens
+            speed = made / (time.perf_counter() - begin)
+            progress.update(task, advance=rows, description=f"{speed:.0f} tokens/s")
+
+        run_jobs(engine, tokenizer, work, output, model=name, advance=advance)
+    print(f"{output}: {len(work)} rows, {made} new tokens")
 
 
 @tokenizer_app.command("train")
