@@ -122,6 +122,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "stages.0.budget.steps=2", "stages.0.batch.0.tokens=256",
     ]  # fmt: skip
     run(load_recipe("tiny", changes), folder / "runs" / "demo", "cpu", lambda line: None)
+    (folder / "prompts.jsonl").write_text('{"prompt": "import "}\n{"prompt": "def "}\n')
     published = folder / "MiniMax-Text-01"
     tiny_transformers(vocab_size=400).save_pretrained(published)
     file = (folder / "runs" / "demo" / "tokenizer.json").read_text("utf-8")
@@ -146,7 +147,10 @@ def test_python_blocks_run(
         exec(compile(text, str(page), "exec"), {})
 
 
-@pytest.mark.parametrize(("name", "least"), [("README.md", 5), ("docs/weights.md", 4)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("README.md", 5), ("docs/weights.md", 4), ("docs/engine.md", 1)],
+)
 def test_the_quick_commands_run_in_the_order_of_the_page(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, least: int
 ) -> None:

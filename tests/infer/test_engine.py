@@ -270,6 +270,27 @@ def test_an_aborted_request_leaves_no_nan_behind(make_model: MakeModel) -> None:
     assert [c.token_ids for c in got] == want
 
 
+def test_a_step_that_fails_aborts_its_requests_and_no_other(
+    model: HybridModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine(model, max_running=2)
+    first, second, third = (engine.add(prompt(n), max_new_tokens=4) for n in (3, 4, 5))
+    engine.step()
+
+    def fails(h: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "head", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+    tokens = [event.token for _ in range(9) for event in engine.step() if event.number == third]
+    assert tokens == generate(model, prompt(5), max_new_tokens=4)[0]
+    assert idle(engine)
+    engine.abort(first)
+    engine.abort(second)
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
@@ -277,6 +298,7 @@ def test_an_aborted_request_leaves_no_nan_behind(make_model: MakeModel) -> None:
         (lambda m: new_engine(m).add([40], max_new_tokens=1), "40 lies outside .* of 40"),
         (lambda m: new_engine(m).add([1], max_new_tokens=0), "max_new_tokens is 0"),
         (lambda m: new_engine(m).add([1] * 100, max_new_tokens=62), "160 tokens of the whole"),
+        (lambda m: new_engine(m).generate([[1]], [], max_new_tokens=1), "0 ways .* 1 prompts"),
         (lambda m: new_engine(m, step_tokens=10), "step_tokens is 10: .* at least 11"),
         (lambda m: new_engine(m, max_running=0), "max_running is 0"),
         (lambda m: new_engine(m, kv_tokens=-1), "kv_tokens is -1"),

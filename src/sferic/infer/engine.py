@@ -112,8 +112,9 @@ class Engine:
             ValueError: the prompt can't be used, or could never fit.
         """
         limit = self.model.config.vocab_size
+        prompt = [int(t) for t in prompt]
         bad = [t for t in prompt if not 0 <= t < limit]
-        if bad or len(prompt) == 0:
+        if bad or not prompt:
             raise ValueError(
                 f"token id {bad[0]} lies outside the model's vocabulary of {limit}"
                 if bad
@@ -122,10 +123,10 @@ class Engine:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
         request = Request(tuple(prompt), max_new_tokens, sampling, frozenset(stop_ids))
-        sequence = Running(self._count, request, list(prompt))
+        sequence = Running(self._count, request, prompt)
         if sampling.repetition_penalty != 1:
             sequence.seen = torch.zeros(limit, dtype=torch.bool, device=self.device)
-            sequence.seen[list(prompt)] = True
+            sequence.seen[prompt] = True
         self.scheduler.add(sequence)
         self._sequences[self._count] = sequence
         self._count += 1
@@ -141,10 +142,19 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Run the model once; returns what is new.  Nothing runs and [] comes back when idle."""
+        """Run the model once; returns what is new.  Nothing runs and [] comes back when idle.
+
+        Whatever it raises, the requests of the step are aborted: their states may be half written.
+        """
         chunks = self.scheduler.schedule()
-        if not chunks:
-            return []
+        try:
+            return self._run(chunks) if chunks else []
+        except BaseException:
+            for chunk in chunks:
+                self.abort(chunk.sequence.number)
+            raise
+
+    def _run(self, chunks: list[Chunk]) -> list[Event]:
         batch = self._batch(chunks)
         with self._weights.used():
             h = self.model.hidden(batch, self.cache)[0]
@@ -167,6 +177,10 @@ class Engine:
     ) -> list[Completion]:
         """Completions of prompts, in their order; one way of sampling, or one for each."""
         prompts = list(prompts)
+        if not isinstance(sampling, Sampling) and len(sampling) != len(prompts):
+            raise ValueError(
+                f"{len(sampling)} ways of sampling for {len(prompts)} prompts: give one, or as many"
+            )
         ways = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         numbers: list[int] = []
         try:
