@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sferic.nn.layers import Linear, joint
 from sferic.ops import matmul
 from sferic.ops.blocked import MAX_ROWS, BlockedWeights
 from sferic.ops.matmul import linear
@@ -111,3 +112,26 @@ def test_few_tokens_through_all_experts(
     together = E <= T * k <= 4 * E
     assert (seen.names.count("mkldnn._linear_pointwise.default") == 2) == together
     assert (weights.bytes == w13.nbytes + w2.nbytes) == together
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_maps_of_one_input_go_together_unless_one_is_watched(
+    watched: bool, operators: Callable[[], Any]
+) -> None:
+    maps = [Linear(8, n) for n in (5, 6, 7)]
+    for m in maps:
+        torch.nn.init.normal_(m.weight)
+    calls: list[int] = []
+    if watched:
+        maps[1].register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(4, 8)
+    weights = BlockedWeights()
+    with torch.inference_mode(), weights.used(), operators() as seen:
+        got = joint(x, *maps)
+    for y, m in zip(got, maps, strict=True):
+        close(y, x.double() @ m.weight.double().T)
+    assert len(calls) == watched
+    assert seen.names.count("mkldnn._linear_pointwise.default") == (3 if watched else 1)
+    with torch.no_grad():
+        for y, z in zip(joint(x, *maps), got, strict=True):
+            torch.testing.assert_close(y, z)

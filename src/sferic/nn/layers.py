@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from sferic.nn.init import Draw, Initialised
 from sferic.ops.fused import rms_norm
-from sferic.ops.matmul import linear
+from sferic.ops.matmul import linear, linears
 
 
 class Linear(nn.Linear):
@@ -19,6 +19,15 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight.to(input.dtype))
+
+
+def joint(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
+    """Each map of x [T, D], in one product where that is faster and nobody watches the maps."""
+    if not any(type(m) is not Linear or m._forward_hooks or m._forward_pre_hooks for m in maps):
+        together = linears(x, tuple(m.weight for m in maps))
+        if together is not None:
+            return together
+    return tuple(m(x) for m in maps)
 
 
 class RMSNorm(Initialised):

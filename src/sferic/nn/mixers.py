@@ -15,7 +15,7 @@ from sferic.config import ModelConfig
 from sferic.nn.batch import Batch
 from sferic.nn.cores import GatedNorm, LightningCore, SoftmaxCore
 from sferic.nn.init import Draw, Initialised
-from sferic.nn.layers import Linear, RMSNorm
+from sferic.nn.layers import Linear, RMSNorm, joint
 from sferic.ops.attention import rope
 from sferic.ops.lightning import lightning_slopes
 from sferic.ops.precision import fp32
@@ -71,11 +71,12 @@ class LightningMixer(Initialised):
         return self
 
     def forward(self, x: Tensor, batch: Batch, cache: "Cache | None") -> Tensor:
-        qkv = F.silu(self.qkv_proj(x)).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, K]
+        qkv, gate = joint(x, self.qkv_proj, self.gate_proj)
+        qkv = F.silu(qkv).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, K]
         q, k, v = qkv.unbind(2)
         state = None if cache is None else cache.state(self.layer)
         o = self.core(q, k, v, self.slopes, batch, state)
-        return self.out_proj(self.gated_norm(o, self.gate_proj(x), self.norm.weight, self.norm.eps))
+        return self.out_proj(self.gated_norm(o, gate, self.norm.weight, self.norm.eps))
 
 
 class SoftmaxMixer(Initialised):
@@ -113,7 +114,8 @@ class SoftmaxMixer(Initialised):
 
     def forward(self, x: Tensor, batch: Batch, cache: "Cache | None") -> Tensor:
         heads = (-1, self.head_dim)
-        q, k, v = (p(x).unflatten(-1, heads) for p in (self.q_proj, self.k_proj, self.v_proj))
+        qkv = joint(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (part.unflatten(-1, heads) for part in qkv)
         qk = rope(torch.cat([q, k], 1), batch.positions, self.rope_dim, self.rope_base)
         q, k = qk.split([q.shape[1], k.shape[1]], 1)
         kv = None if cache is None else cache.kv(self.layer)

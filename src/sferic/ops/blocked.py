@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+Weights = tuple[Tensor, ...]
+Matrix = Callable[..., Tensor]
+
 # more rows are bound by arithmetic, where the layout doesn't matter
 MAX_ROWS = 32
 # the layout depends on the rows it is meant for; with fewer than these it is a slow one
@@ -26,8 +29,8 @@ class BlockedWeights:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        # the weight itself is held, so that no other one gets its id
-        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
+        # the weights themselves are held, so that no other ones get their ids
+        self._copies: dict[tuple[int, ...], tuple[Weights, list[int], Tensor]] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -38,41 +41,41 @@ class BlockedWeights:
         finally:
             _CURRENT.reset(token)
 
-    def copy(self, w: Tensor, matrix: Callable[[Tensor], Tensor], rows: int) -> Tensor | None:
-        """The copy of matrix(w), made for so many rows; or None where that has no room."""
-        known = self._copies.get(id(w))
-        if known is not None and known[1] == w._version:
+    def copy(self, weights: Weights, matrix: Matrix, rows: int) -> Tensor | None:
+        """The copy of matrix(*weights), made for so many rows; or None where that has no room."""
+        key, versions = tuple(map(id, weights)), [w._version for w in weights]
+        known = self._copies.get(key)
+        if known is not None and known[1] == versions:
             return known[2]
         if known is None:
-            if self.bytes + w.nbytes > self.max_bytes:
+            size = sum(w.nbytes for w in weights)
+            if self.bytes + size > self.max_bytes:
                 return None
-            self.bytes += w.nbytes
-        plain = matrix(w.detach()).contiguous()
+            self.bytes += size
+        plain = matrix(*(w.detach() for w in weights)).contiguous()
         copy = torch.ops.mkldnn._reorder_linear_weight(plain, rows)
-        self._copies[id(w)] = w, w._version, copy
+        self._copies[key] = weights, versions, copy
         return copy
 
 
 _CURRENT: ContextVar[BlockedWeights | None] = ContextVar("blocked weights", default=None)
 
 
-def blocked_copy(
-    x: Tensor, w: Tensor, matrix: Callable[[Tensor], Tensor] = lambda w: w
-) -> Tensor | None:
-    """The copy of a weight to multiply x with, by oneDNN alone.
+def blocked_copy(x: Tensor, weights: Weights, matrix: Matrix) -> Tensor | None:
+    """The copy of weights to multiply x with, by oneDNN alone.
 
     Args:
         x: [T, K], float32 on the CPU.
-        w: the weight as the model holds it.
-        matrix: makes [N, K] of it; always the same for one weight.
+        weights: as the model holds them.
+        matrix: makes one [N, K] of them; always the same for the same weights.
 
     Returns:
         None outside `BlockedWeights.used`, for more than `MAX_ROWS` rows, for what is not a model's
-        parameter or can't be watched for changes, or where no room is left: use the plain weight.
+        parameter or can't be watched for changes, or where no room is left: use the plain weights.
     """
     current = _CURRENT.get()
     if current is None or len(x) > MAX_ROWS:
         return None
-    if not isinstance(w, Parameter) or w.is_inference():
+    if not all(isinstance(w, Parameter) and not w.is_inference() for w in weights):
         return None
-    return current.copy(w, matrix, max(len(x), MIN_ROWS))
+    return current.copy(weights, matrix, max(len(x), MIN_ROWS))

@@ -99,8 +99,8 @@ def _mix_all(x: Tensor, gates: Tensor, indices: Tensor, w13: Tensor, w2: Tensor)
     E, _, _, F_ = w13.shape
     if indices.numel() < E or x.dtype != torch.float32 or not onednn_runs(x):
         return None
-    first = blocked_copy(x, w13, lambda w: w.permute(2, 0, 3, 1).flatten(0, 2))  # [2 * E * F, D]
-    second = None if first is None else blocked_copy(x, w2, lambda w: w.flatten(0, 1).T)
+    first = blocked_copy(x, (w13,), lambda w: w.permute(2, 0, 3, 1).flatten(0, 2))  # [2 * E * F, D]
+    second = None if first is None else blocked_copy(x, (w2,), lambda w: w.flatten(0, 1).T)
     if first is None or second is None:
         return None
     gate, up = onednn_linear(x, first).chunk(2, dim=-1)
