@@ -4,6 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.lightning.report import summary, tables
+from benchmarks.lightning.targets import checks
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -63,3 +68,28 @@ def test_a_batched_forward_is_far_faster_than_that_of_transformers() -> None:
     rows = results("cpu-transformers.json")["rows"]
     best = {r["case"]: r["times_faster"] for r in rows if r["impl"] == "sferic"}
     assert best["forward of 8 x 1024 tokens"] >= 1.7
+
+
+KERNELS = ROOT / "benchmarks" / "results" / "lightning-h200.json"
+with_kernels = pytest.mark.skipif(not KERNELS.exists(), reason="no run of the kernels is kept")
+
+
+def kernel_rows() -> list[dict[str, Any]]:
+    return json.loads(KERNELS.read_text("utf-8"))
+
+
+@with_kernels
+def test_the_docs_hold_the_kernels_measured_rows() -> None:
+    assert tables(kernel_rows()) in (ROOT / "docs" / "kernels.md").read_text("utf-8")
+
+
+@with_kernels
+def test_the_readme_says_what_the_kernels_reached() -> None:
+    assert summary(kernel_rows()) in (ROOT / "README.md").read_text("utf-8")
+
+
+@with_kernels
+def test_the_kernels_reach_their_targets_but_for_what_the_docs_name() -> None:
+    missed = [check.what for check in checks(kernel_rows()) if check.missed]
+    text = (ROOT / "docs" / "kernels.md").read_text("utf-8")
+    assert all(f"- {what}:" in text for what in missed), missed
