@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.lightning.report import summary, tables
 from benchmarks.lightning.targets import checks
 

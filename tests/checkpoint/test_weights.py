@@ -216,12 +216,14 @@ def test_the_tokenizer_of_a_model_folder(folder: Path) -> None:
 def test_the_public_names_work_together(
     folder: Path, make_config: Callable[..., ModelConfig]
 ) -> None:
-    assert set(sferic.__all__) == {"generate", "load", "load_tokenizer", "ops", "save"}
+    assert set(sferic.__all__) == {"Engine", "generate", "load", "load_tokenizer", "ops", "save"}
     model = sferic.load(folder)
     assert model.config == make_config()
     ((first, second),) = sferic.generate(model, [1, 2, 3], max_new_tokens=2)
     assert model(torch.tensor([[1, 2, 3]])).argmax(-1)[0, -1] == first
     assert model(torch.tensor([[1, 2, 3, first]])).argmax(-1)[0, -1] == second
+    (alone,) = sferic.Engine(model).generate([[1, 2, 3]], max_new_tokens=2)
+    assert alone.token_ids == [first, second]
     assert callable(sferic.ops.lightning_attention)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         sferic.nothing  # type: ignore[attr-defined]  # noqa: B018
