@@ -10,7 +10,7 @@ A step runs one token of every decoding request and chunks of prompts as one pac
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -213,9 +213,9 @@ class Engine:
         for row, s, n in zip(table, sequences, used, strict=True):
             row[:n] = torch.tensor(s.blocks[:n])
         starts = [s.computed for s in sequences]
-        pack = Batch.pack([torch.tensor(t, device=self.device) for t in new], starts)
-        return replace(
-            pack,
+        return Batch.pack(
+            [torch.tensor(t, device=self.device) for t in new],
+            starts,
             slots=torch.tensor([s.slot for s in sequences], device=self.device),
             has_state=torch.tensor([a > 0 for a in starts], device=self.device),
             block_table=table.to(self.device),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,8 +38,16 @@ class Batch:
     max_context: int = 0  # the longest of these with its cached part, known to the host
 
     @staticmethod
-    def pack(sequences: Sequence[Tensor], starts: Sequence[int] | None = None) -> "Batch":
-        """Lay token sequences [t_i] end to end; `starts` are their first positions (default 0)."""
+    def pack(
+        sequences: Sequence[Tensor], starts: Sequence[int] | None = None, **serving: Any
+    ) -> "Batch":
+        """Lay token sequences [t_i] end to end.
+
+        Args:
+            sequences: token ids, [t_i] each.
+            starts: their first positions, 0 by default.
+            serving: fields of the batch that serving needs.
+        """
         if not sequences:
             raise ValueError("a batch needs at least one sequence")
         device = sequences[0].device
@@ -54,6 +62,7 @@ class Batch:
             positions=torch.from_numpy(positions).to(device),
             valid=torch.ones(ends[-1], dtype=torch.bool, device=device),
             max_seqlen=max(lengths),
+            **serving,
         )
 
     @staticmethod

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -86,11 +85,11 @@ class ContiguousCache:
                 )
         for r, n in zip(rows, added, strict=True):
             self.lengths[r] += n
-        batch = Batch.pack(sequences, starts)
         single = [n == 1 and start > 0 for n, start in zip(added, starts, strict=True)]
         decodes = [*single, False].index(False)
-        return replace(
-            batch,
+        return Batch.pack(
+            sequences,
+            starts,
             slots=torch.tensor(rows, device=self.device),
             has_state=torch.tensor([n > 0 for n in starts], device=self.device),
             decodes=decodes,

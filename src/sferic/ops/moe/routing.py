@@ -21,8 +21,11 @@ def top_k_gates(probs: Tensor, top_k: int, indices: Tensor | None = None) -> tup
     """
     if indices is None:
         with torch.no_grad():
-            indices = probs.topk(top_k, dim=-1).indices
-    chosen = probs.gather(-1, indices)  # the same operations whether chosen or repeated
+            chosen, indices = probs.topk(top_k, dim=-1)
+        if torch.is_grad_enabled():
+            chosen = probs.gather(-1, indices)  # the same operations whether chosen or repeated
+    else:
+        chosen = probs.gather(-1, indices)
     return chosen / chosen.sum(-1, keepdim=True), indices
 
 
