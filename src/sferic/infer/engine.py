@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sferic.checkpoint import load
+from sferic.infer.generate import GREEDY
 from sferic.infer.pools import PagedCache
 from sferic.infer.sampler import Sampling, sample
 from sferic.infer.scheduler import Chunk, Request, Running, Scheduler
@@ -26,7 +27,6 @@ from sferic.nn.batch import Batch
 from sferic.ops.blocked import BlockedWeights
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-GREEDY = Sampling()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from sferic.config import ModelConfig
+from sferic.nn.cache import Cache
 from sferic.nn.mixers import MIXERS
 
 
@@ -37,7 +38,7 @@ class Pool:
         self._free.extend(reversed(numbers))
 
 
-class PagedCache:
+class PagedCache(Cache):
     """Keys and values in blocks of `block_size` tokens, states in slots; see `nn.cache.Cache`.
 
     Block 0 is never given to a sequence and holds zeros: what a block table points to beyond a
@@ -58,21 +59,12 @@ class PagedCache:
         self.blocks = Pool("blocks of the cache", range(1, blocks + 1))
         self.slots = Pool("state slots", range(slots))
         self._kinds = config.mixers
-        self._tensors: list[tuple[Tensor, ...]] = []
+        tensors: list[tuple[Tensor, ...]] = []
         for kind in config.mixers:
             rows = blocks + 1 if kind == "softmax" else slots
             new = MIXERS[kind].new_cache(config, rows, block_size, dtype)
-            self._tensors.append(tuple(t.to(device) for t in new))
-
-    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a softmax layer, [1 + blocks, block_size, G, K] each."""
-        k, v = self._tensors[layer]
-        return k, v
-
-    def state(self, layer: int) -> Tensor:
-        """States of a lightning layer, [slots, H, K, V]."""
-        (state,) = self._tensors[layer]
-        return state
+            tensors.append(tuple(t.to(device) for t in new))
+        super().__init__(tensors)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that so many tokens of one sequence need."""

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,22 +11,31 @@ from sferic.nn.batch import Batch
 from sferic.nn.mixers import MIXERS
 
 
-class Cache(Protocol):
-    """Storage by layer and row.  The model writes into the tensors it hands out."""
+class Cache:
+    """Storage by layer and row.  The model writes into the tensors it hands out.
+
+    Args:
+        tensors: of each layer what its mixer's `new_cache` makes.
+    """
+
+    def __init__(self, tensors: list[tuple[Tensor, ...]]) -> None:
+        self._tensors = tensors
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys (after RoPE) and values of a softmax layer, [rows, capacity, G, K] each.
 
         Or [blocks, tokens of a block, G, K], with a `block_table` in the batch.
         """
-        ...
+        k, v = self._tensors[layer]
+        return k, v
 
     def state(self, layer: int) -> Tensor:
         """States of a lightning layer, [rows, H, K, V], at least float32."""
-        ...
+        (state,) = self._tensors[layer]
+        return state
 
 
-class ContiguousCache:
+class ContiguousCache(Cache):
     """One row per sequence, each with room for `capacity` tokens."""
 
     def __init__(
@@ -43,15 +51,7 @@ class ContiguousCache:
         self.device = torch.device(device)
         self.lengths = [0] * rows  # tokens of each row, known to the host
         new = (MIXERS[kind].new_cache(config, rows, capacity, dtype) for kind in config.mixers)
-        self._tensors = [tuple(t.to(self.device) for t in layer) for layer in new]
-
-    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
-        k, v = self._tensors[layer]
-        return k, v
-
-    def state(self, layer: int) -> Tensor:
-        (state,) = self._tensors[layer]
-        return state
+        super().__init__([tuple(t.to(self.device) for t in layer) for layer in new])
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes what row rows[i] was."""
